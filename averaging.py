@@ -87,7 +87,9 @@ def _shares(weights, count):
         return None
     weights = list(weights) if not tf.is_tensor(weights) else tf.unstack(weights)
     if len(weights) != count:
-        raise ValueError(f"there are {count} towers but {len(weights)} weights: give one per tower, its number of examples")
+        raise ValueError(
+            f"there are {count} towers but {len(weights)} weights: give one per tower, its number of examples"
+        )
     weights = [tf.cast(weight, tf.float64) for weight in weights]
     known = [tf.get_static_value(weight) for weight in weights]
     for i, weight in enumerate(known):

@@ -131,7 +131,9 @@ def _trace_tower(model_fn, spec, variables, controllers, number):
         )
     loss = function.outputs[0]
     if loss.shape.rank != 0 or not loss.dtype.is_floating:
-        raise ValueError(f"model_fn must return a scalar, the mean loss of its batch, not {loss.dtype.name} {loss.shape}")
+        raise ValueError(
+            f"model_fn must return a scalar, the mean loss of its batch, not {loss.dtype.name} {loss.shape}"
+        )
     if not reached:
         raise ValueError("the loss depends on no variable that is to be trained: there is nothing to do")
     return Tower(function, trained, reached, _state_changed_by(function))
@@ -222,7 +224,9 @@ def _pull_batches(input_fn, count):
         if batch is not None:
             batches[i] = tf.nest.map_structure(lambda x: x if tf.is_tensor(x) else tf.convert_to_tensor(x), batch)
             if not _count_examples(batches[i], i):
-                raise ValueError(f"tower {i} got an empty batch, {_describe(batches[i])}: give it an example, or None to sit out")
+                raise ValueError(
+                    f"tower {i} got an empty batch, {_describe(batches[i])}: give it an example, or None to sit out"
+                )
     if not batches:
         raise tf.errors.OutOfRangeError(None, None, "the data ended: input_fn returned None for every tower")
     return batches
@@ -252,7 +256,9 @@ def _widen(spec, batch, number):
     except (ValueError, TypeError):
         wider = ranks = None
     if wider is None or None in tf.nest.flatten(wider) or not all(tf.nest.flatten(ranks)):
-        raise ValueError(f"tower {number} got a batch of another kind, {_describe(own)}; the others were {_describe(spec)}")
+        raise ValueError(
+            f"tower {number} got a batch of another kind, {_describe(own)}; the others were {_describe(spec)}"
+        )
     return wider
 
 

@@ -15,14 +15,18 @@ import os
 import sys
 import time
 
-# TensorFlow's start-up messages would drown ours; but the placement log is made of such messages.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if "--log-device-placement" in sys.argv else "2")
+from quiet import quiet_start
 
-import keras
-import numpy as np
-import tensorflow as tf
+QUIET = (
+    "--log-device-placement" not in sys.argv
+)  # the placement log is one of the messages that are held back otherwise
+with quiet_start(QUIET):
+    import keras
+    import numpy as np
+    import tensorflow as tf
 
 import mnist
+from fused_adam import FusedAdam
 from placement import CONTROLLER, assign_to_device, check_devices, device_options, tower_devices
 from towers import create_parallel_optimization
 
@@ -42,9 +46,10 @@ def main(argv=None):
         return stop.code
     controllers = options.controller.split(",")
     try:
-        device_options(log_placement=options.log_device_placement)
-        devices = tower_devices(options.towers) if options.parallel else []
-        check_devices(controllers)
+        with quiet_start(QUIET):
+            device_options(log_placement=options.log_device_placement)
+            devices = tower_devices(options.towers) if options.parallel else []
+            check_devices(controllers)
         towers = len(devices) or 1
         images = mnist.count_examples(options.data)
         training_data = mnist.training_dataset(options.epochs, options.batch_size, towers, options.data, options.seed)
@@ -55,7 +60,7 @@ def main(argv=None):
     keras.utils.set_random_seed(options.seed)
     with assign_to_device(devices[0], controllers) if devices else contextlib.nullcontext():
         core = mnist.core_model()
-        optimizer = keras.optimizers.Adam(options.learning_rate)
+        optimizer = FusedAdam(options.learning_rate)
     model_fn = mnist.training_model(core)
     batches = tower_batches(training_data, images, options.batch_size, towers)
     print("variables on:", ", ".join(sorted({short_name(weight.value.device) for weight in core.weights})))
@@ -138,7 +143,9 @@ def do_training(train_step, epochs=None, images=None, global_batch=None, report=
     step, loss, started = 0, None, None
 
     def rate():
-        seen = (step // steps_per_epoch) * images + (step % steps_per_epoch) * global_batch - first if images else step - 1
+        seen = (
+            (step // steps_per_epoch) * images + (step % steps_per_epoch) * global_batch - first if images else step - 1
+        )
         return seen / max(time.perf_counter() - started, 1e-9)
 
     while True:

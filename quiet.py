@@ -1,0 +1,36 @@
+"""Quiet: keeps TensorFlow's start-up messages from drowning what a program has to say.
+
+TensorFlow logs its start from C++, straight to file descriptor 2, some of it whatever TF_CPP_MIN_LOG_LEVEL says. `train.py`
+starts it inside `quiet_start()`; what was held back is shown if the start fails, and nothing is held back afterwards.
+"""
+
+import contextlib
+import os
+import sys
+import tempfile
+
+
+@contextlib.contextmanager
+def quiet_start(quiet=True):
+    """Holds back what is written to stderr inside the `with` block; shows it if the block raises.
+
+    Args:
+      quiet: False holds nothing back.
+    """
+    if not quiet:
+        yield
+        return
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as held_back:
+        os.dup2(held_back.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held_back.seek(0)
+            os.write(stderr, held_back.read())
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
