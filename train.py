@@ -11,7 +11,6 @@ Serial and parallel training are one loop around two kinds of step. This file wi
 import argparse
 import contextlib
 import functools
-import os
 import sys
 import time
 
