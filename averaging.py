@@ -21,12 +21,13 @@ def average_gradients(tower_grads, weights=None):
 
     Returns:
       A list of (gradient, variable). The gradient is None if every tower's is None; `tf.IndexedSlices` if all that are
-      not None are (values scaled, indices concatenated); dense otherwise. Dtypes are kept; 16-bit gradients are summed in
-      float32, so that a sum may pass 65,504 as long as the mean does not.
+      not None are (values scaled, indices concatenated); dense otherwise. Dtypes are kept; 16-bit gradients are summed
+      in float32, so that a sum may pass 65,504 as long as the mean does not.
 
     Raises:
       ValueError: if there is no tower, if towers disagree on the variables or their number, or if weights are missing,
-        negative, not finite or sum to zero. (Weights unknown before the graph runs: `tf.errors.InvalidArgumentError` then.)
+        negative, not finite or sum to zero. (Weights unknown before the graph runs: `tf.errors.InvalidArgumentError`
+        then.)
 
     Source: the CIFAR-10 multi-GPU tutorial's function of this name, less its faults: tensorflow#2283 and #5252
       (`IndexedSlices`), and a mean of means that over-weights the smaller batch.

@@ -1,7 +1,7 @@
 """Fused Adam: the same optimizer in one pass over memory.
 
-Keras writes Adam as a dozen ops per variable, each of which reads and writes all of it; TensorFlow has one kernel that does
-the lot. To its user this is a Keras optimizer like any other. `train.py` uses it; nothing else needs it.
+Keras writes Adam as a dozen ops per variable, each of which reads and writes all of it; TensorFlow has one kernel that
+does the lot. To its user this is a Keras optimizer like any other. `train.py` uses it; nothing else needs it.
 """
 
 import keras

@@ -51,8 +51,9 @@ def training_model(core):
       core: The classifier, e.g. `core_model()`.
 
     Returns:
-      `model_fn(input_fn) -> loss`, a scalar. `input_fn()` returns (image, label): images of shape (batch, 28, 28), either
-      bytes, which the tower turns into floats itself (a quarter of the traffic), or floats from 0 to 1; labels (batch,).
+      `model_fn(input_fn) -> loss`, a scalar. `input_fn()` returns (image, label): images of shape (batch, 28, 28),
+      either bytes, which the tower turns into floats itself (a quarter of the traffic), or floats from 0 to 1; labels
+      (batch,).
     """
 
     def model_fn(input_fn):
@@ -66,9 +67,9 @@ def training_model(core):
 def training_dataset(epochs=5, batch_size=128, towers=1, data=DATA, seed=0, first_step=0, num_classes=10):
     """The training data, one tower batch per element.
 
-    Step s of an epoch trains on examples s·B to (s + 1)·B of that epoch's permutation, B = batch_size · towers being the
-    global batch, however many towers share them. Each gets a run of them; the runs differ by at most one example. The last
-    step of an epoch has what is left: if that is fewer examples than towers, it has fewer batches, of one example each.
+    Step s of an epoch trains on examples s·B to (s + 1)·B of that epoch's permutation, B = batch_size · towers being
+    the global batch, however many towers share them. Each gets a run of them; the runs differ by at most one example.
+    The last step of an epoch has what is left: if fewer examples than towers, then fewer batches, of one example each.
 
     Args:
       epochs: Passes over the data.
@@ -184,7 +185,7 @@ def _find(data, name):
 
 
 def _read_idx(path, shape):
-    """Reads bytes in IDX format: 0, 0, 8 (unsigned bytes), number of axes, each axis as a big-endian int32, the data."""
+    """Reads IDX: 0, 0, 8 for unsigned bytes, the number of axes, each axis as a big-endian int32, the data."""
     try:
         with open(path, "rb") as file:
             content = file.read()

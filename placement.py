@@ -5,6 +5,7 @@ Variables live on the controller, everything else runs on the tower's device; an
 """
 
 import contextlib
+import functools
 import os
 
 import tensorflow as tf
@@ -16,9 +17,9 @@ CONTROLLER = "/CPU:0"
 def assign_to_device(device, controller=CONTROLLER):
     """Creates variables on `controller` and runs every other op on `device`.
 
-    Works eagerly and in a `tf.function`, for everything that is a `tf.Variable` in the end: Keras layers (built before or
-    lazily), `tf.Module`, optimizer slots. An inner `with tf.device(...)` is respected, for variables too. A lookup table
-    is an op, not a variable: it is made on `device` (or where an inner scope says) and looked up where it was made.
+    Works eagerly and in a `tf.function`, for everything that is a `tf.Variable` in the end: Keras layers (built before
+    or lazily), `tf.Module`, optimizer slots. An inner `with tf.device(...)` is respected, for variables too. A lookup
+    table is an op, not a variable: it is made on `device` (or where an inner scope says), and looked up where it is.
 
     Args:
       device: Where ops run, as `tf.device` takes it: "/GPU:0", "/job:worker/task:1/device:CPU:0".
@@ -31,8 +32,8 @@ def assign_to_device(device, controller=CONTROLLER):
     Raises:
       ValueError: if `controller` is an empty list.
 
-    Source: TensorFlow 1's `replica_device_setter`, and the device function of every article on towers. `tf.device` takes
-      no functions in TensorFlow 2, so the hook is `tf.variable_creator_scope`. It sees resource variables and leaves inner
+    Source: TensorFlow 1's `replica_device_setter`, and the device function of every article on towers. `tf.device` no
+      longer takes functions, so the hook is `tf.variable_creator_scope`. It sees resource variables and leaves inner
       scopes alone, which device functions did not (tensorflow#35952, DeepRec#932).
     """
     load = dict.fromkeys([controller] if isinstance(controller, str) else controller, 0)  # device -> bytes it holds
@@ -89,9 +90,9 @@ def tower_devices(count=None):
     """Names one device per tower: the GPUs or, where there is none, logical CPU devices beside the controller's.
 
     GPUs that are not asked for are hidden from TensorFlow, which would otherwise take their memory as well
-    (tensorflow#31410). Logical CPU devices share the processor, but TensorFlow places, copies and schedules for them just
-    as it does for GPUs: what runs on two of them runs on two GPUs. Unless `device_options` has set it, one op then uses
-    cores / towers threads, so that towers work side by side instead of queueing for all cores (8 % faster, 2 on 2 cores).
+    (tensorflow#31410). Logical CPU devices share the processor, but TensorFlow places, copies and schedules for them
+    as it does for GPUs: what runs on two of them runs on two GPUs. Unless `device_options` has set it, an op then uses
+    cores / towers threads, so that towers work side by side instead of queueing for all the cores.
 
     Call it before anything else in TensorFlow: the first op starts the devices, and then their number is fixed. A later
     call is fine as long as the devices it asks for exist.
@@ -160,9 +161,8 @@ def device_options(soft_placement=True, log_placement=False, memory_growth=True,
     tf.debugging.set_log_device_placement(log_placement)
     for gpu in tf.config.get_visible_devices("GPU"):
         if not tf.config.get_logical_device_configuration(gpu):  # a GPU split by hand has fixed shares of memory
-            _before_start(
-                lambda: tf.config.experimental.set_memory_growth(gpu, memory_growth), "memory growth asked for"
-            )
+            grow = functools.partial(tf.config.experimental.set_memory_growth, gpu, memory_growth)
+            _before_start(grow, "memory growth asked for")
     if threads is not None:
         _before_start(
             lambda: tf.config.threading.set_intra_op_parallelism_threads(threads), f"{threads} threads asked for"

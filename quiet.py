@@ -1,7 +1,7 @@
 """Quiet: keeps TensorFlow's start-up messages from drowning what a program has to say.
 
-TensorFlow logs its start from C++, straight to file descriptor 2, some of it whatever TF_CPP_MIN_LOG_LEVEL says. `train.py`
-starts it inside `quiet_start()`; what was held back is shown if the start fails, and nothing is held back afterwards.
+TensorFlow logs its start from C++, straight to file descriptor 2, some of it whatever TF_CPP_MIN_LOG_LEVEL says.
+`train.py` starts it inside `quiet_start()`; what was held back is shown if the start fails. Later nothing is held back.
 """
 
 import contextlib

@@ -126,7 +126,8 @@ def do_training(train_step, epochs=None, images=None, global_batch=None, report=
 
     Args:
       train_step: `train_step() -> loss`; at the end of the data it raises `tf.errors.OutOfRangeError` or StopIteration.
-      epochs, images, global_batch: Number of epochs, of images in an epoch, and of images in a step, to tell how far the
+      epochs, images, global_batch: Number of epochs, of images in an epoch, and of images in a step, to tell how far
+      the
         training is and how fast. None: unknown.
       report: Called with each line of the report.
 
