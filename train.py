@@ -126,9 +126,8 @@ def do_training(train_step, epochs=None, images=None, global_batch=None, report=
 
     Args:
       train_step: `train_step() -> loss`; at the end of the data it raises `tf.errors.OutOfRangeError` or StopIteration.
-      epochs, images, global_batch: Number of epochs, of images in an epoch, and of images in a step, to tell how far
-      the
-        training is and how fast. None: unknown.
+      epochs, images, global_batch: Number of epochs, of images in an epoch, and of images in a step, to
+        tell how far the training is and how fast. None: unknown.
       report: Called with each line of the report.
 
     Returns:
@@ -148,6 +147,12 @@ def do_training(train_step, epochs=None, images=None, global_batch=None, report=
         )
         return seen / max(time.perf_counter() - started, 1e-9)
 
+    def check(loss):
+        if loss is None:
+            raise ValueError("there are no data to train on: the first step found them at an end")
+        if not np.isfinite(loss):
+            raise ValueError(f"the loss is {float(loss)} after step {step}: try a smaller learning rate")
+
     while True:
         try:
             loss = train_step()
@@ -157,11 +162,9 @@ def do_training(train_step, epochs=None, images=None, global_batch=None, report=
         if started is None:
             started, first = time.perf_counter(), min(images or 0, global_batch or 0)
         if step % 100 == 0:
+            check(loss)
             report(f"step {step}{total}  loss {float(loss):.4f}  {rate():.0f} {'images' if images else 'steps'}/s")
-            if not np.isfinite(loss):
-                raise ValueError(f"the loss is {float(loss)} at step {step}: try a smaller learning rate")
-    if loss is None:
-        raise ValueError("there are no data to train on: the first step found them at an end")
+    check(loss)
     return float(loss), rate()
 
 
