@@ -91,7 +91,8 @@ def _shares(weights, count):
         raise ValueError(
             f"there are {count} towers but {len(weights)} weights: give one per tower, its number of examples"
         )
-    weights = [tf.cast(weight, tf.float64) for weight in weights]
+    # A Python number is not cast: that would make a float32 of it first.
+    weights = [tf.cast(w, tf.float64) if tf.is_tensor(w) else tf.constant(w, tf.float64) for w in weights]
     known = [tf.get_static_value(weight) for weight in weights]
     for i, weight in enumerate(known):
         if weight is not None and not 0 <= weight < float("inf"):
