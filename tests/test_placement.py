@@ -1,0 +1,308 @@
+"""Laws of placement: variables on the controller, everything else on the device, inner scopes respected."""
+
+import os
+import subprocess
+import sys
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+
+import placement
+from placement import CONTROLLER, assign_to_device, check_devices, device_options, get_available_gpus, tower_devices
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DEVICE, INNER = DEVICES[1], DEVICES[3]
+
+
+def place(thing):
+    """The logical device of a tensor or variable, e.g. CPU:0."""
+    return (thing.value if isinstance(thing, keras.Variable) else thing).device.split("device:")[-1]
+
+
+class Scale(tf.Module):
+    """Makes its variable in the first call."""
+
+    scale = None
+
+    def __call__(self, x):
+        if self.scale is None:
+            self.scale = tf.Variable(2.0)
+        return self.scale * x
+
+
+def plain_variable():
+    kept = []
+
+    def run(x):
+        kept.append(kept[0] if kept else tf.Variable(2.0))
+        return kept[0] * x
+
+    return run, lambda: kept[:1]
+
+
+def module():
+    scale = Scale()
+    return scale, lambda: scale.variables
+
+
+def lazy_layer():
+    layer = keras.layers.Dense(2)
+    return layer, lambda: layer.weights
+
+
+def lazy_model_with_state():
+    model = keras.Sequential([keras.layers.Dense(2), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)])
+    return lambda x: model(x, training=True), lambda: model.weights
+
+
+def recurrent_layer():
+    layer = keras.layers.GRU(2)
+    return lambda x: layer(x[:, None]), lambda: layer.weights
+
+
+KINDS = {
+    "plain variable": plain_variable,
+    "tf.Module": module,
+    "Keras layer": lazy_layer,
+    "Keras model with state": lazy_model_with_state,
+    "recurrent layer": recurrent_layer,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["eager", "scope inside a tf.function", "scope around a tf.function"])
+def test_variables_are_on_the_controller_and_ops_on_the_device(kind, how):
+    """tensorflow#35952, DeepRec#932: placement functions that missed resource variables."""
+    run, variables = KINDS[kind]()
+    places = []
+
+    def placed(x):  # a tf.function hands its results to the caller's device, so look at them inside
+        with assign_to_device(DEVICE, "/CPU:7"):
+            result = run(x)
+        places.append(place(result))
+        return result
+
+    x = tf.ones([3, 2])
+    if how == "eager":
+        placed(x)
+    elif how == "scope inside a tf.function":
+        tf.function(placed)(x)
+    else:
+        with assign_to_device(DEVICE, "/CPU:7"):
+            places.append(place(tf.function(run)(x)))
+    assert variables() and {place(variable) for variable in variables()} == {"CPU:7"}
+    assert set(places) == {DEVICE.split("device:")[-1]}
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_optimizer_slots_are_on_the_controller(legacy):
+    with assign_to_device(DEVICE, "/CPU:7"):
+        optimizer = tf.compat.v1.train.AdamOptimizer() if legacy else keras.optimizers.Adam()
+        variable = tf.Variable(1.0)
+        optimizer.apply_gradients([(tf.constant(1.0), variable)])
+    slots = optimizer.variables() if legacy else optimizer.variables
+    assert len(slots) >= 3 and {place(slot) for slot in [variable, *slots]} == {"CPU:7"}
+
+
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_lookup_tables_work_and_are_looked_up_where_they_are(how):
+    places = []
+
+    def look_up(keys):
+        with assign_to_device(DEVICE):
+            values, other = table.lookup(keys) + 1, keys + 1
+        places.append(place(other))
+        return values
+
+    initializer = tf.lookup.KeyValueTensorInitializer([1, 2], [10, 20])
+    with assign_to_device(INNER):
+        table = tf.lookup.StaticHashTable(initializer, -1)
+    assert place(table.resource_handle) == INNER.split("device:")[-1]
+    values = (tf.function(look_up) if how == "graph" else look_up)(tf.constant([2, 3]))
+    np.testing.assert_array_equal(values, [21, 0])
+    assert set(places) == {DEVICE.split("device:")[-1]}
+
+
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_an_inner_scope_has_the_last_word(how):
+    """DeepRec#932, tensorflow#35952: placement functions that overrode inner device scopes."""
+    kept, places = [], set()
+
+    def run():
+        with assign_to_device(DEVICE):
+            with tf.device(INNER):
+                if not kept:
+                    kept.append(tf.Variable(1.0))
+                inside = kept[0] + 1
+            if len(kept) == 1:
+                kept.append(tf.Variable(1.0))
+            places.add((place(inside), place(kept[1] + 1)))
+
+    (tf.function(run) if how == "graph" else run)()
+    names = [device.split("device:")[-1] for device in (INNER, DEVICE)]
+    assert places == {tuple(names)}
+    assert [place(variable) for variable in kept] == [names[0], "CPU:0"]
+
+
+def test_scopes_nest_and_end():
+    with assign_to_device(DEVICE, "/CPU:7"):
+        with assign_to_device(INNER, "/CPU:6"):
+            inner = tf.Variable(1.0)
+        outer = tf.Variable(1.0)
+    with pytest.raises(KeyError), assign_to_device(DEVICE, "/CPU:7"):
+        raise KeyError
+    after = tf.Variable(1.0)
+    assert [place(v) for v in (inner, outer, after)] == ["CPU:6", "CPU:7", "CPU:0"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from([tf.float16, tf.float32, tf.float64])), max_size=12),
+    st.integers(1, 4),
+)
+def test_several_controllers_are_filled_least_loaded_by_bytes_first(variables, count):
+    controllers = DEVICES[:count]
+    load, expected = [0] * count, []
+    for size, dtype in variables:
+        least = load.index(min(load))
+        load[least] += size * dtype.size
+        expected.append(controllers[least].split("device:")[-1])
+    with assign_to_device(DEVICES[7], controllers):
+        made = [tf.Variable(tf.zeros([size], dtype)) for size, dtype in variables]
+    assert [place(variable) for variable in made] == expected
+    largest = max([size * dtype.size for size, dtype in variables], default=0)
+    assert max(load) - min(load) <= largest
+
+
+def test_no_controller_at_all_is_refused():
+    with pytest.raises(ValueError, match="controller is an empty list"), assign_to_device(DEVICE, []):
+        pass
+
+
+def test_devices_that_do_not_exist_are_named():
+    check_devices(["/CPU:0", "/device:CPU:8", "CPU:1", "/job:localhost/replica:0/task:0/device:CPU:2", "/cpu:3"])
+    with pytest.raises(ValueError, match=r"there is no device /GPU:0; there are /device:CPU:0, .*CPU:8$"):
+        check_devices(["/CPU:0", "/GPU:0"])
+    with pytest.raises(ValueError, match="there is no device /CPU:9;"):
+        check_devices(["/CPU:9"])
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, "2", True])
+def test_a_number_of_towers_is_a_whole_number_of_at_least_one(count):
+    with pytest.raises(ValueError, match="at least 1, not"):
+        tower_devices(count)
+    with pytest.raises(ValueError, match="at least 1, not"):
+        device_options(threads=count)
+
+
+def test_towers_on_the_cpu_are_beside_the_controller():
+    assert get_available_gpus() == []
+    assert tower_devices() == ["/device:CPU:1", "/device:CPU:2"]
+    assert tower_devices(5) == DEVICES[:5]
+    assert CONTROLLER == "/CPU:0" and not any(device.endswith("CPU:0") for device in DEVICES)
+    with pytest.raises(RuntimeError, match="too late: 9 CPU towers asked for and there are 8 beside the controller"):
+        tower_devices(9)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretends that there are three GPUs, the last one split in two, by the public functions that tell."""
+    devices = [types.SimpleNamespace(name=f"/physical_device:GPU:{i}", device_type="GPU") for i in range(3)]
+    state = types.SimpleNamespace(visible=devices, split={devices[2].name: [1, 2]}, growth={})
+
+    def per_gpu(gpu):
+        return state.split.get(gpu.name)
+
+    def logical(kind=None):
+        count = sum(len(per_gpu(gpu) or [1]) for gpu in state.visible)
+        return [types.SimpleNamespace(name=f"/device:GPU:{i}") for i in range(count)]
+
+    fake = {
+        "list_physical_devices": lambda kind=None: devices,
+        "get_visible_devices": lambda kind=None: state.visible,
+        "set_visible_devices": lambda visible, kind: setattr(state, "visible", list(visible)),
+        "get_logical_device_configuration": per_gpu,
+        "list_logical_devices": logical,
+    }
+    for name, function in fake.items():
+        monkeypatch.setattr(placement.tf.config, name, function)
+    monkeypatch.setattr(
+        placement.tf.config.experimental, "set_memory_growth", lambda gpu, on: state.growth.update({gpu.name: on})
+    )
+    return state
+
+
+def test_towers_are_on_all_gpus(gpus):
+    assert get_available_gpus() == tower_devices() == [f"/device:GPU:{i}" for i in range(4)]
+
+
+@pytest.mark.parametrize("count, visible", [(1, 1), (2, 2), (3, 3), (4, 3)])
+def test_gpus_that_are_not_asked_for_are_left_alone(gpus, count, visible):
+    """tensorflow#31410: memory taken on GPUs that were not asked for."""
+    assert tower_devices(count) == [f"/device:GPU:{i}" for i in range(count)]
+    assert len(gpus.visible) == visible
+
+
+def test_more_towers_than_gpus_is_an_error_that_says_how_many_there_are(gpus):
+    with pytest.raises(ValueError, match="5 towers asked for, but there are 4 GPUs"):
+        tower_devices(5)
+    assert len(gpus.visible) == 3
+
+
+def test_memory_growth_is_set_on_every_whole_gpu(gpus):
+    device_options(memory_growth=True)
+    assert gpus.growth == {"/physical_device:GPU:0": True, "/physical_device:GPU:1": True}
+    device_options(memory_growth=False)
+    assert gpus.growth == {"/physical_device:GPU:0": False, "/physical_device:GPU:1": False}
+
+
+def in_a_fresh_process(code):
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}
+    code = "import tensorflow as tf\nfrom placement import *\nfrom placement import tower_devices as towers\n" + code
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_before_the_start_the_number_of_towers_can_still_change():
+    in_a_fresh_process("""
+assert towers(2) == ["/device:CPU:1", "/device:CPU:2"]
+assert len(towers(4)) == 4
+assert len(towers(3)) == 3
+assert len(tf.config.list_logical_devices()) == 5
+import os
+assert tf.config.threading.get_intra_op_parallelism_threads() == max(1, os.cpu_count() // 2)
+""")
+
+
+def test_a_late_call_is_a_clear_error():
+    in_a_fresh_process("""
+tf.constant(1.0)
+for call, what in ((towers, "2 CPU towers asked for and there are 0"), (lambda: device_options(threads=2), "2 threads")):
+    try:
+        call()
+    except RuntimeError as error:
+        assert str(error).startswith(f"too late: {what}") and "\\n" not in str(error), error
+        assert "call tower_devices() and device_options() first" in str(error)
+    else:
+        raise SystemExit("no error")
+""")
+
+
+def test_device_options_take_effect():
+    done = in_a_fresh_process("""
+device_options(soft_placement=False, log_placement=True, threads=3)
+towers(2)
+assert tf.config.threading.get_intra_op_parallelism_threads() == 3
+assert not tf.config.get_soft_device_placement()
+with assign_to_device("/CPU:2"):
+    tf.constant(1.0) + 1
+device_options()
+assert tf.config.get_soft_device_placement() and not tf.debugging.get_log_device_placement()
+""")
+    assert "AddV2" in done.stderr and "CPU:2" in done.stderr
