@@ -190,7 +190,7 @@ def _trace_tower(model_fn, spec, variables, controllers, number):
 
 
 def _choose_variables(variables, tape):
-    """The variables to train: Keras's own objects where there are; the tf.Variable inside does not know it is frozen."""
+    """The variables to train, as Keras's own objects if they are: the tf.Variable inside knows not that it is frozen."""
     if variables is not None:
         return list(variables() if callable(variables) else variables)
     of_keras = {id(v.value): v for v in gc.get_objects() if issubclass(type(v), keras.Variable)}

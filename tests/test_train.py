@@ -1,11 +1,11 @@
 """The command line, used as a user does: `main(argv)` in this process, and `python train.py` in one of its own."""
 
-import gzip
 import os
 import re
 import subprocess
 import sys
 
+import idx
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -13,20 +13,6 @@ import tensorflow as tf
 import train
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
-def write_data(folder, count, test_count=50, classes=10):
-    """Four small files in MNIST's format: each class is a bright bar in a row of its own, in noise."""
-    rng = np.random.default_rng(0)
-    for split, size in (("train", count), ("t10k", test_count)):
-        labels = np.arange(size) % classes
-        images = rng.integers(0, 100, (size, 28, 28))
-        images[np.arange(size), 2 * labels + 3] = 255
-        for name, values in (("images-idx3-ubyte", images), ("labels-idx1-ubyte", labels)):
-            header = bytes([0, 0, 8, values.ndim]) + b"".join(n.to_bytes(4, "big") for n in values.shape)
-            with gzip.open(os.path.join(folder, f"{split}-{name}.gz"), "wb") as file:
-                file.write(header + values.astype(np.uint8).tobytes())
-    return str(folder)
 
 
 def run(capsys, *arguments):
@@ -60,8 +46,8 @@ def test_the_main_job_learns_mnist():
 
 @pytest.mark.parametrize("count", [48, 41, 37, 3])  # 41: one example is left for the last step; 3: fewer than towers
 def test_towers_that_share_the_global_batch_train_like_one_device(capsys, tmp_path, count):
-    """Serial training, and 1, 2, 4 towers: the same examples per step, hence the same loss and accuracy (to rounding)."""
-    data = write_data(tmp_path, count)
+    """Serial training, and 1, 2, 4 towers: the same examples per step, hence the same losses, to rounding."""
+    data = idx.write_bars(tmp_path, count)
     options = ("--data", data, "--epochs", 3)
     code, serial, _ = run(capsys, *options, "--batch-size", 8)
     assert code == 0
@@ -72,14 +58,14 @@ def test_towers_that_share_the_global_batch_train_like_one_device(capsys, tmp_pa
 
 
 def test_the_seed_decides_everything(capsys, tmp_path):
-    data = write_data(tmp_path, 40)
+    data = idx.write_bars(tmp_path, 40)
     runs = [run(capsys, "--data", data, "--epochs", 1, "--seed", seed)[1] for seed in (1, 1, 2)]
     assert losses(runs[0]) == losses(runs[1]) != losses(runs[2])
 
 
 def test_variables_may_be_spread_over_controllers(capsys, tmp_path):
     code, out, _ = run(
-        capsys, "--parallel", "--data", write_data(tmp_path, 20), "--controller", "/CPU:0,/CPU:3", "--epochs", 1
+        capsys, "--parallel", "--data", idx.write_bars(tmp_path, 20), "--controller", "/CPU:0,/CPU:3", "--epochs", 1
     )
     assert code == 0 and "variables on: CPU:0, CPU:3" in out
 
@@ -109,7 +95,7 @@ def test_bad_usage_and_bad_input_exit_with_2_and_one_line(capsys, arguments, cul
 
 @pytest.mark.parametrize("split", ["train", "t10k"])
 def test_nothing_is_trained_on_data_that_failed_a_check(capsys, tmp_path, split, monkeypatch):
-    data = write_data(tmp_path, 20)
+    data = idx.write_bars(tmp_path, 20)
     monkeypatch.setattr(train, "do_training", lambda *_, **__: pytest.fail("trained on bad data"))
     path = os.path.join(data, f"{split}-images-idx3-ubyte.gz")
     with open(path, "rb") as file:
@@ -122,7 +108,7 @@ def test_nothing_is_trained_on_data_that_failed_a_check(capsys, tmp_path, split,
 
 def test_a_run_that_diverges_fails_with_1(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(train.mnist, "training_model", lambda core: lambda input_fn: float("inf") * core.weights[1][0])
-    code, out, err = run(capsys, "--data", write_data(tmp_path, 20), "--epochs", 1)
+    code, out, err = run(capsys, "--data", idx.write_bars(tmp_path, 20), "--epochs", 1)
     assert code == 1 and "final loss" not in out
     assert err == "train.py: the loss is nan after step 1: try a smaller learning rate\n"
 
@@ -132,7 +118,7 @@ def test_a_step_that_fails_ends_the_run_with_1(capsys, tmp_path, monkeypatch):
         raise tf.errors.ResourceExhaustedError(None, None, "tower 1 (/CPU:2) failed: out of memory")
 
     monkeypatch.setattr(train, "do_training", refuse)
-    code, _, err = run(capsys, "--data", write_data(tmp_path, 20))
+    code, _, err = run(capsys, "--data", idx.write_bars(tmp_path, 20))
     assert code == 1 and err == "train.py: tower 1 (/CPU:2) failed: out of memory\n"
 
 
@@ -148,6 +134,6 @@ def test_do_training_ends_with_the_data_and_returns_the_last_loss():
 
 
 def test_the_placement_log_is_shown_when_asked_for(tmp_path):
-    data = write_data(tmp_path, 16)
+    data = idx.write_bars(tmp_path, 16)
     done = command("--parallel", "--epochs", "1", "--data", data, "--log-device-placement")
     assert done.returncode == 0 and re.search(r"tower_1/.*conv2d_1.*CPU:2", done.stderr)
