@@ -92,7 +92,7 @@ def tower_devices(count=None):
     GPUs that are not asked for are hidden from TensorFlow, which would otherwise take their memory as well
     (tensorflow#31410). Logical CPU devices share the processor, but TensorFlow places, copies and schedules for them
     as it does for GPUs: what runs on two of them runs on two GPUs. Unless `device_options` has set it, an op then uses
-    cores / towers threads, so that towers work side by side instead of queueing for all the cores.
+    cores / towers threads, and each tower can have an op under way, so that none queues behind another's.
 
     Call it before anything else in TensorFlow: the first op starts the devices, and then their number is fixed. A later
     call is fine as long as the devices it asks for exist.
@@ -139,6 +139,7 @@ def _cpu_towers(count):
         )
         if not tf.config.threading.get_intra_op_parallelism_threads():
             tf.config.threading.set_intra_op_parallelism_threads(max(1, (os.cpu_count() or 1) // count))
+            tf.config.threading.set_inter_op_parallelism_threads(max(count, os.cpu_count() or 1))
     return [f"/device:CPU:{i}" for i in range(1, count + 1)]
 
 

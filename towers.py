@@ -79,7 +79,7 @@ def create_parallel_optimization(model_fn, input_fn, optimizer, devices=None, co
             steps[kind] = _build_step(
                 tower, spec, optimizer, {i: devices[i] for i in batches}, controllers[0], kind[-1]
             )
-        with _all_or_nothing(tower, devices):
+        with _all_or_nothing(tower, batches, devices):
             return steps[kind](list(batches.values()), tf.constant(sizes, tf.int64))
 
     return train_step
@@ -145,10 +145,10 @@ def _trace_tower(model_fn, spec, variables, controllers, number):
             made.append(next_creator(**kwargs))
             return made[-1]
         # A variable made anew: going on with the first call's in its place brings the others to light as well.
-        name = kwargs.get("name") or "Variable"
-        made_again.extend(
-            [v for v in made if v.name.split("/")[-1].startswith(name) and all(v is not w for w in made_again)][:1]
-        )
+        value, name = kwargs["initial_value"], kwargs.get("name") or "Variable"
+        shape = tf.convert_to_tensor(value() if callable(value) else value).shape
+        alike = [v for v in made if v.shape == shape and v.name.split("/")[-1].startswith(name)]
+        made_again.extend([v for v in alike if all(v is not other for other in made_again)][-1:])
         return made_again[-1] if made_again else next_creator(**kwargs)
 
     @tf.autograph.experimental.do_not_convert
@@ -167,6 +167,8 @@ def _trace_tower(model_fn, spec, variables, controllers, number):
         calls += 1
         with tf.GradientTape() as tape:
             loss = tf.convert_to_tensor(model_fn(lambda: batch))
+            if loss.shape.rank is None:
+                loss = tf.ensure_shape(loss, [])
         return loss, differentiate(loss, tape, scale)
 
     try:  # a `tf.function` whose first call makes variables is traced a second time, and then must make none
@@ -190,7 +192,7 @@ def _trace_tower(model_fn, spec, variables, controllers, number):
 
 
 def _choose_variables(variables, tape):
-    """The variables to train, as Keras's own objects if they are: the tf.Variable inside knows not that it is frozen."""
+    """The variables to train. Keras's are its own objects: the tf.Variable inside does not know that it is frozen."""
     if variables is not None:
         return list(variables() if callable(variables) else variables)
     of_keras = {id(v.value): v for v in gc.get_objects() if issubclass(type(v), keras.Variable)}
@@ -265,17 +267,27 @@ def _describe(batch):
 
 
 @contextlib.contextmanager
-def _all_or_nothing(tower, devices):
-    """If a step fails, takes back what the towers have written, and names the tower in which it failed."""
+def _all_or_nothing(tower, batches, devices):
+    """If a step fails, finds the tower to blame and takes back what the towers have written."""
     before = [variable.value() for variable in tower.state]
     try:
         yield
     except tf.errors.OpError as error:
+        blame = _failed_tower(tower, batches, devices)
         for variable, value in zip(tower.state, before):
             variable.assign(value)
-        found = re.search(r"^\s*(?:\(\d+\) [A-Z_]+: +)?(.*)\n\s*\[\[{{node tower_(\d+)/", error.message, re.MULTILINE)
-        if not found:
-            raise
-        reason, number = found[1].strip(), int(found[2])
-        message = f"tower {number} ({devices[number]}) failed, and no variable was changed: {reason}"
-        raise type(error)(error.node_def, error.op, message) from error
+        raise (blame or error) from error
+
+
+def _failed_tower(tower, batches, devices):
+    """Runs the towers one by one: the error of the whole step does not always tell which of them it came from."""
+    for number, batch in batches.items():
+        try:
+            with tf.device(devices[number]):
+                tower.function(batch, tf.ones([]))
+        except tf.errors.OpError as error:
+            reason = re.search(r"^\s*(?:\(\d+\) [A-Z_]+: +)?(.*)\n\s*\[\[{{node", error.message, re.MULTILINE)
+            reason = reason[1] if reason else error.message
+            message = f"tower {number} ({devices[number]}) failed, and no variable was changed: {reason}"
+            return type(error)(error.node_def, error.op, message)
+    return None
