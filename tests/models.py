@@ -272,4 +272,4 @@ def slots(optimizer):
     """The optimizer's variables; those of `tf.compat.v1.train` in the order of their names."""
     if isinstance(optimizer, keras.Optimizer):
         return optimizer.variables
-    return sorted(optimizer.variables(), key=lambda variable: variable.name)
+    return sorted(optimizer.variables(), key=lambda v: ("power" in v.name, v.name))

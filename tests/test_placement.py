@@ -283,7 +283,8 @@ assert tf.config.threading.get_intra_op_parallelism_threads() == max(1, os.cpu_c
 def test_a_late_call_is_a_clear_error():
     in_a_fresh_process("""
 tf.constant(1.0)
-for call, what in ((towers, "2 CPU towers asked for and there are 0"), (lambda: device_options(threads=2), "2 threads")):
+late = {"2 CPU towers asked for and there are 0": towers, "2 threads asked for": lambda: device_options(threads=2)}
+for what, call in late.items():
     try:
         call()
     except RuntimeError as error:

@@ -222,7 +222,7 @@ SEEN = {}
 
 @given(st.lists(st.one_of(st.none(), st.integers(1, 9)), min_size=1, max_size=6), st.randoms())
 def test_no_example_is_lost_none_counts_twice_and_all_count_the_same(sizes, random):
-    """Every size from one example per tower upwards; towers without a batch sit the step out (tensorflow#41657, #36224)."""
+    """Every size from one example per tower upwards; towers without a batch sit out (tensorflow#41657, #36224)."""
     if len(sizes) not in SEEN:  # one step for each number of towers: new sizes need no new graph
         model_fn, weight = counting_model(60)
         feed = collections.deque()
@@ -581,7 +581,7 @@ def test_devices_that_do_not_exist_are_refused_at_once():
 
 
 def executed(first_call, folder):
-    """The nodes of the executed partitions, as (name, op, device). TensorFlow records them in a function's first run."""
+    """The nodes of the executed partitions: (name, op, device). TensorFlow records them when a graph runs first."""
     writer = tf.summary.create_file_writer(str(folder))
     tf.summary.trace_on(graph=True)
     first_call()
@@ -621,7 +621,7 @@ def test_placement_as_executed(name, controllers, tmp_path):
     work = collections.Counter()
     for node, op, device in nodes:
         tower = node.split("/")[0]
-        if "ariableOp" in op or op in ("ResourceGather", "ResourceScatterAdd"):
+        if "ariableOp" in op or op in ("ResourceGather", "VariableShape"):
             assert device in holders, (node, op, device)
             work["variables", device] += 1
         elif tower in ("tower_0", "tower_1") and op not in PLUMBING:
