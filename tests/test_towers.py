@@ -599,7 +599,7 @@ def executed(first_call, folder):
     return nodes
 
 
-PLUMBING = {"NoOp", "_Send", "_Recv", "_Arg", "_Retval", "Const", "Identity"}
+PLUMBING = {"NoOp", "_Send", "_Recv", "_HostSend", "_HostRecv", "_Arg", "_Retval", "Const", "Identity"}
 PLUMBING |= {"Enter", "Exit", "NextIteration", "Switch", "Merge", "LoopCond"}  # of a loop: where values enter it
 
 
