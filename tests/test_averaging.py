@@ -212,7 +212,7 @@ def pairs(*variables):
             "tower 1 has 2 gradients and tower 0 has 1: variable 'bias:0' is missing from tower 0",
         ),
         ([pairs(*V), pairs(*V)], [1], "there are 2 towers but 1 weights"),
-        ([pairs(*V), pairs(*V)], [1, -2], "weight of tower 1 is -2"),
+        ([pairs(*V), pairs(*V)], [1, -0.5], "weight of tower 1 is -0.5"),
         ([pairs(*V), pairs(*V)], [1, float("nan")], "weight of tower 1 is nan"),
         ([pairs(*V), pairs(*V)], [float("inf"), 1], "weight of tower 0 is inf"),
         ([pairs(*V), pairs(*V)], [0, 0], "sum to zero"),
