@@ -99,14 +99,14 @@ def _build_step(tower, spec, optimizer, devices, controller, weighted):
         for (number, device), batch in zip(devices.items(), batches):
             with tf.device(device):
                 results.append(_replicate(tower, number, (batch, scale)))
-        # Every tower has done all it does, assertions included, before anything is updated: the whole step or nothing.
-        with tf.device(controller), tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
+        with tf.device(controller):
             weights = tf.unstack(sizes, len(devices)) if weighted else None
             variables = tower.reached if of_keras else [_tf_variable(v) for v in tower.reached]
             with tf.name_scope("average"):
                 loss = weighted_mean([loss for loss, _ in results], weights)
                 average = average_gradients([zip(gradients, variables) for _, gradients in results], weights)
-            with tf.name_scope("update"):
+            # No update before every tower has done all it does, assertions included: the whole step or nothing.
+            with tf.name_scope("update"), tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
                 optimizer.apply_gradients(average)
         return loss
 

@@ -25,6 +25,7 @@ with quiet_start(QUIET):
     import tensorflow as tf
 
 import mnist
+from explain import explain
 from fused_adam import FusedAdam
 from placement import CONTROLLER, assign_to_device, check_devices, device_options, tower_devices
 from towers import create_parallel_optimization
@@ -56,15 +57,20 @@ def main(argv=None):
     except (ValueError, RuntimeError) as error:
         return fail(error, 2)
 
-    keras.utils.set_random_seed(options.seed)
-    with assign_to_device(devices[0], controllers) if devices else contextlib.nullcontext():
-        core = mnist.core_model()
-        optimizer = FusedAdam(options.learning_rate)
+    def build():
+        keras.utils.set_random_seed(options.seed)
+        keras.config.set_dtype_policy("mixed_bfloat16" if options.mixed_precision else "float32")
+        with assign_to_device(devices[0], controllers) if devices else contextlib.nullcontext():
+            return mnist.core_model(), FusedAdam(options.learning_rate)
+
+    core, optimizer = build()
     model_fn = mnist.training_model(core)
     batches = tower_batches(training_data, images, options.batch_size, towers)
     print("variables on:", ", ".join(sorted({short_name(weight.value.device) for weight in core.weights})))
     print("work on:", ", ".join(map(short_name, devices or [tf.constant(0.0).device])), flush=True)
 
+    if options.explain:
+        explain_step(build, options, devices, controllers)
     loop = {"epochs": options.epochs, "images": images, "global_batch": options.batch_size * towers}
     try:
         if options.parallel:
@@ -205,6 +211,19 @@ def test_accuracy(core, dataset):
     return right / count
 
 
+def explain_step(build, options, devices, controllers):
+    """Prints where the time of a step goes; see explain.py."""
+
+    def build_again():
+        core, optimizer = build()
+        return mnist.training_model(core), core.trainable_variables, optimizer
+
+    def feed(towers):
+        return iter(mnist.training_dataset(1000, options.batch_size, towers, options.data, options.seed))
+
+    explain(build_again, feed, devices, controllers)
+
+
 def parse_arguments(argv):
     """The command line; argparse prints what is wrong with it and exits with code 2."""
     parser = argparse.ArgumentParser(prog="train.py", description="Trains the MNIST classifier, serially or on towers.")
@@ -217,9 +236,11 @@ def parse_arguments(argv):
     add("--learning-rate", type=positive(float), default=1e-3, metavar="X", help="Adam's (default: 0.001)")
     add("--data", default=mnist.DATA, metavar="DIR", help="folder of the four MNIST files (default: data)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the weights and of the order (default: 0)")
+    add("--mixed-precision", action="store_true", help="compute in bfloat16, keep the weights in float32")
+    add("--explain", action="store_true", help="first measure where the time of a parallel step goes")
     add("--log-device-placement", action="store_true", help="log the device of every op")
     options = parser.parse_args(argv)
-    for name in ("towers", "controller"):
+    for name in ("towers", "controller", "explain"):
         if getattr(options, name) != parser.get_default(name) and not options.parallel:
             parser.error(f"--{name} needs --parallel")
     return options

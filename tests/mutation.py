@@ -32,7 +32,10 @@ def mutants(source):
         families[family] += 1
         if families[family] > 3:
             continue
-        operator = get_operator(name)()
+        try:
+            operator = get_operator(name)()
+        except TypeError:  # one that must be told what to look for
+            continue
         for occurrence in range(1000):
             mutated = mutate(source, operator, occurrence)
             if mutated is None:
