@@ -10,8 +10,8 @@ fails. Of all replacements for one operator, three are tried. Prints each surviv
 import collections
 import contextlib
 import difflib
-import importlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -50,19 +50,23 @@ def mutate(source, operator, occurrence):
 
 
 def survives(module, mutated):
-    """Runs the tests in a fork whose import of the module finds the mutant."""
+    """Runs the tests of the module in a fork, in a copy of the tree that holds the mutant."""
     child = os.fork()
     if child == 0:
         with tempfile.TemporaryDirectory() as folder, contextlib.suppress(BaseException):
+            for name in os.listdir(ROOT):
+                if name.endswith(".py") or name == "pyproject.toml":
+                    shutil.copy(os.path.join(ROOT, name), folder)
+            shutil.copytree(os.path.join(ROOT, "tests"), os.path.join(folder, "tests"))
+            os.symlink(os.path.join(ROOT, "data"), os.path.join(folder, "data"))
             with open(os.path.join(folder, module + ".py"), "w") as file:
                 file.write(mutated)
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 1), os.dup2(null, 2)
+            os.chdir(folder)
             sys.path.insert(0, folder)
-            found = importlib.import_module(module)
-            if module == "mnist":
-                found.DATA = os.path.join(ROOT, "data")
-            code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", os.path.join(ROOT, "tests", f"test_{module}.py")])
+            code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", os.path.join("tests", f"test_{module}.py")])
+            shutil.rmtree(folder)
             os._exit(0 if code == 0 else 1)
         os._exit(1)
     deadline = time.monotonic() + SECONDS
@@ -102,8 +106,6 @@ def main(module):
 
 
 if __name__ == "__main__":
-    os.chdir(ROOT)
-    sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import hypothesis  # noqa: F401
     import keras  # noqa: F401
