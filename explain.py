@@ -35,16 +35,19 @@ def explain(build, feed, devices, controllers, report=print):
     count, shared = len(devices), _shared_cores(devices)
     one, _, _ = _time_step(build, feed(1), devices[:1], controllers)
     step, waiting, batch = _time_step(build, feed(count), devices, controllers)
+    batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
     model_fn, variables, optimizer = build()
+    idle = _time(tf.function(lambda: tf.constant(0.0)))  # what a graph costs that does nothing
     compute, gradients = _time_tower(model_fn, variables, devices[0], batch)
+    compute = max(0.0, compute - idle)
     values = [getattr(variable, "value", variable) for variable in variables]
     dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
     parts = {
         "waiting for input": waiting,
         "copying weights out": _time_copies(values, [controllers[0]], devices),
         "copying gradients back": _time_copies(dense, devices, [controllers[0]]),
-        "averaging": _time(tf.function(lambda: _average(dense, values, count))) if count > 1 else 0.0,
-        "update": _time_update(optimizer, dense, variables),
+        "averaging": max(0.0, _time(tf.function(lambda: _average(dense, values, count))) - idle) if count > 1 else 0.0,
+        "update": max(0.0, _time_update(optimizer, dense, variables) - idle),
     }
     # Towers with a processor each take as long as one alone; on shared cores, at most as long as one after another.
     rest = step - sum(parts.values())
@@ -158,15 +161,13 @@ def _time_tower(model_fn, variables, device, batch):
             gradients = tape.gradient(loss, values)
         return loss, [tf.zeros_like(value) if g is None else g for g, value in zip(gradients, values)]
 
-    batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
     return _time(lambda: tower(batch)[0]), tower(batch)[1]
 
 
 def _time_copies(tensors, sources, targets):
-    """Seconds to bring the tensors from each source to each target; one value of each is looked at there."""
+    """Seconds to bring the tensors from each source to each target, beyond what it takes to bring a single number."""
 
-    @tf.function
-    def copy():
+    def copy(tensors):
         looks = []
         for source in sources:
             for target in targets:
@@ -176,7 +177,8 @@ def _time_copies(tensors, sources, targets):
                     looks.append(tf.add_n([tf.cast(tf.reshape(tensor, [-1])[0], tf.float32) for tensor in here]))
         return looks
 
-    return _time(copy)
+    number = [tf.constant(0.0)]
+    return max(0.0, _time(tf.function(lambda: copy(tensors))) - _time(tf.function(lambda: copy(number))))
 
 
 def _average(gradients, values, count):

@@ -258,7 +258,8 @@ def picture(speed, machine):
     title = (
         f"MNIST convnet, images/s; {machine['processor']}, {machine['cores']} cores, TensorFlow {machine['tensorflow']}"
     )
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="700" height="{y + 14}" font-family="sans-serif" font-size="12">'
+    size = f'width="700" height="{y + 14}" font-family="sans-serif" font-size="12"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
     return "\n".join(
         [
             head,
