@@ -68,12 +68,12 @@ def explain(build, feed, devices, controllers, report=print):
     }
     result = {"parts": parts, "step": step, "bytes": moved, "reached": count * one / step}
     result["expected"] = {towers: expected(towers) for towers in sorted({1, 2, 4, 8, count})}
-    result["verdict"] = _verdict(parts, step, devices, shared)
+    result["verdict"] = _verdict(parts, step, idle, devices, shared)
     _print(result, count, report)
     return result
 
 
-def _verdict(parts, step, devices, shared):
+def _verdict(parts, step, idle, devices, shared):
     """One sentence: the bottleneck, and what would help."""
     copies = parts["copying weights out"] + parts["copying gradients back"]
     controller = parts["averaging"] + parts["update"]
@@ -82,7 +82,11 @@ def _verdict(parts, step, devices, shared):
     worst = max(
         (parts["waiting for input"], "input"), (copies, "copies"), (controller, "controller"), (runtime, "runtime")
     )
-    if worst[0] < 0.25 * step or worst[0] < 0.5 * compute:
+    if worst[1] != "input" and step - parts["waiting for input"] < 10 * idle:
+        worst = (runtime, "runtime")  # a step that costs no more than a few empty graphs is nothing but overhead
+    elif worst[0] < 0.25 * step or worst[0] < 0.5 * compute:
+        worst = (compute, "compute")
+    if worst[1] == "compute":
         help_ = (
             f"the towers share {shared} cores, more towers bring little, more cores would"
             if shared
