@@ -33,8 +33,8 @@ def explain(build, feed, devices, controllers, report=print):
       as measured for these devices) and "verdict", the sentence that names the bottleneck.
     """
     count, shared = len(devices), _shared_cores(devices)
-    one, _, _ = _time_step(build, feed(1), devices[:1], controllers)
     step, waiting, batch = _time_step(build, feed(count), devices, controllers)
+    one = step if count == 1 else _time_step(build, feed(1), devices[:1], controllers)[0]
     batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
     model_fn, variables, optimizer = build()
     idle = _time(tf.function(lambda: tf.constant(0.0)))  # what a graph costs that does nothing

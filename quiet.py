@@ -15,9 +15,10 @@ def quiet_start(quiet=True):
     """Holds back what is written to stderr inside the `with` block; shows it if the block raises.
 
     Args:
-      quiet: False holds nothing back.
+      quiet: False holds nothing back and lets TensorFlow log all it has to say.
     """
     if not quiet:
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
         yield
         return
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -48,6 +48,7 @@ def create_parallel_optimization(model_fn, input_fn, optimizer, devices=None, co
 
     Returns:
       `train_step() -> loss`: does one update; the loss is the mean over all examples of the step, a scalar tensor.
+      `train_step.graph()` is the graph of the step, once it has run.
 
     Raises:
       ValueError: if a device does not exist. By `train_step`: if a batch is empty or unlike the others, if the model
@@ -82,6 +83,7 @@ def create_parallel_optimization(model_fn, input_fn, optimizer, devices=None, co
         with _all_or_nothing(tower, batches, devices):
             return steps[kind](list(batches.values()), tf.constant(sizes, tf.int64))
 
+    train_step.graph = lambda: next(iter(steps.values())).graph  # of the first kind of step, to look at
     return train_step
 
 

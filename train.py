@@ -1,9 +1,10 @@
 """Trains the MNIST classifier, on one device or with one tower per device.
 
-    python train.py                          one device
-    python train.py --parallel               a tower on every GPU; without a GPU, two towers on the CPU
-    python train.py --parallel --towers 4    four towers
-    python train.py --parallel --data DIR    another data set in MNIST's format, e.g. Fashion-MNIST
+    python train.py                                    one device
+    python train.py --parallel                         a tower on every GPU; without a GPU, two towers on the CPU
+    python train.py --parallel --towers 4              four towers
+    python train.py --parallel --data DIR              another data set in MNIST's format, e.g. Fashion-MNIST
+    python train.py --parallel --checkpoint-dir DIR    can be stopped at any time; the same command goes on
 
 Serial and parallel training are one loop around two kinds of step. This file wires the others together.
 """
@@ -13,18 +14,19 @@ import contextlib
 import functools
 import sys
 import time
+import types
 
 from quiet import quiet_start
 
-QUIET = (
-    "--log-device-placement" not in sys.argv
-)  # the placement log is one of the messages that are held back otherwise
+QUIET = "--log-device-placement" not in sys.argv  # the placement log is one of the messages held back otherwise
 with quiet_start(QUIET):
     import keras
     import numpy as np
     import tensorflow as tf
 
 import mnist
+import resume
+import watch
 from explain import explain
 from fused_adam import FusedAdam
 from placement import CONTROLLER, assign_to_device, check_devices, device_options, tower_devices
@@ -38,51 +40,128 @@ def main(argv=None):
       argv: The arguments, without the program's name; None: those of the process.
 
     Returns:
-      The exit code: 0 done, 1 a failed run, 2 bad usage or bad input.
+      The exit code: 0 done, 1 a failed run, 2 bad usage or bad input, 128 + n after signal n.
     """
     try:
         options = parse_arguments(argv)
     except SystemExit as stop:  # argparse has said why
         return stop.code
-    controllers = options.controller.split(",")
-    try:
-        with quiet_start(QUIET):
-            device_options(log_placement=options.log_device_placement)
-            devices = tower_devices(options.towers) if options.parallel else []
-            check_devices(controllers)
-        towers = len(devices) or 1
-        images = mnist.count_examples(options.data)
-        training_data = mnist.training_dataset(options.epochs, options.batch_size, towers, options.data, options.seed)
-        test_data = mnist.test_dataset(batch_size=1000, data=options.data)
-    except (ValueError, RuntimeError) as error:
-        return fail(error, 2)
+    with contextlib.ExitStack() as opened:
+        try:
+            job = prepare(options, opened)
+        except (ValueError, RuntimeError) as error:
+            return fail(error, 2)
+        try:
+            return train(options, job)
+        except resume.Stopped as stop:
+            return 128 + stop.signal
+        except (tf.errors.OpError, ValueError) as error:
+            return fail(error, 1)
 
-    def build():
-        keras.utils.set_random_seed(options.seed)
-        keras.config.set_dtype_policy("mixed_bfloat16" if options.mixed_precision else "float32")
-        with assign_to_device(devices[0], controllers) if devices else contextlib.nullcontext():
-            return mnist.core_model(), FusedAdam(options.learning_rate)
 
-    core, optimizer = build()
-    model_fn = mnist.training_model(core)
-    batches = tower_batches(training_data, images, options.batch_size, towers)
-    print("variables on:", ", ".join(sorted({short_name(weight.value.device) for weight in core.weights})))
-    print("work on:", ", ".join(map(short_name, devices or [tf.constant(0.0).device])), flush=True)
-
+def prepare(options, opened):
+    """All that comes before the first step, and all that can be wrong with the arguments and the data."""
+    job = types.SimpleNamespace(controllers=options.controller.split(","))
+    with quiet_start(QUIET):
+        device_options(log_placement=options.log_device_placement)
+        job.devices = tower_devices(options.towers) if options.parallel else []
+        check_devices(job.controllers)
+    job.towers = len(job.devices) or 1
+    job.global_batch = options.batch_size * job.towers
+    job.images = mnist.count_examples(options.data)
+    job.test_data = mnist.test_dataset(batch_size=1000, data=options.data)
+    job.check_stop = opened.enter_context(resume.stop_signals())
+    if options.save:
+        resume.check_can_save(options.save)
+    if options.deterministic:
+        tf.config.experimental.enable_op_determinism()
     if options.explain:
-        explain_step(build, options, devices, controllers)
-    loop = {"epochs": options.epochs, "images": images, "global_batch": options.batch_size * towers}
-    try:
+        explain_step(options, job)
+    job.core, job.optimizer = build(options, job)
+
+    job.first_step, job.loss, job.save = 0, None, None
+    settings = settings_of(options, job)
+    if options.checkpoint_dir:
+        opened.enter_context(resume.open_folder(options.checkpoint_dir, settings))
+        job.first_step, job.loss, job.save = resume.restore(options.checkpoint_dir, job.core, job.optimizer)
+    if options.logdir:
+        job.board = watch.board(options.logdir, settings, job.first_step if options.checkpoint_dir else None)
+    job.training_data = mnist.training_dataset(
+        options.epochs, options.batch_size, job.towers, options.data, options.seed, job.first_step
+    )
+    return job
+
+
+def build(options, job):
+    """The model and its optimizer, variables on the controllers."""
+    keras.utils.set_random_seed(options.seed)
+    keras.config.set_dtype_policy("mixed_bfloat16" if options.mixed_precision else "float32")
+    with assign_to_device(job.devices[0], job.controllers) if job.devices else contextlib.nullcontext():
+        core, optimizer = mnist.core_model(), FusedAdam(options.learning_rate)
+        optimizer.build(core.trainable_variables)
+    return core, optimizer
+
+
+def train(options, job):
+    """Trains, and reports: devices, progress, final loss, images per second, test accuracy."""
+    print("variables on:", ", ".join(sorted({short_name(weight.value.device) for weight in job.core.weights})))
+    print("work on:", ", ".join(map(short_name, job.devices or [tf.constant(0.0).device])), flush=True)
+    total = options.epochs * -(-job.images // job.global_batch)
+    show = watch.progress(total)
+    saved, accuracy = True, None
+
+    def after_step(step, loss, rate):
+        nonlocal saved
+        show(step, loss, rate)
+        if options.logdir and step % watch.EVERY == 0:
+            job.board.scalars(step, loss=loss, images_per_s=rate, learning_rate=job.optimizer.learning_rate)
+        if options.checkpoint_dir and (step % options.checkpoint_every == 0 or step == total):
+            saved = checkpoint(step, loss)
+        try:
+            job.check_stop()
+        except resume.Stopped as stop:
+            explain_stop(stop, step, loss)
+            raise
+
+    def checkpoint(step, loss):
+        if options.logdir:
+            job.board.flush()
+        return job.save(step, loss)
+
+    def explain_stop(stop, step, loss):
+        how = "nothing was saved: run it with --checkpoint-dir DIR to be able to go on"
+        if options.checkpoint_dir and checkpoint(step, loss):
+            how = f"the same command goes on from there, with what is in {options.checkpoint_dir}"
+        print(f"stopped by {stop} after step {step}; {how}", flush=True)
+
+    def after_epoch(epoch, step):
+        nonlocal accuracy
+        accuracy = test_accuracy(job.core, job.test_data)
+        print(f"epoch {epoch}/{options.epochs}  test accuracy {100 * accuracy:.2f} %", flush=True)
+        if options.logdir:
+            job.board.scalars(step, test_accuracy=accuracy)
+
+    loss, rate = job.loss, 0.0
+    if job.first_step < total:
+        batches = tower_batches(job.training_data, job.images, options.batch_size, job.towers, job.first_step)
+        loop = {"images": job.images, "global_batch": job.global_batch, "first_step": job.first_step}
+        loop |= {"after_step": after_step, "after_epoch": after_epoch}
+        model_fn, variables = mnist.training_model(job.core), job.core.trainable_variables
         if options.parallel:
-            loss, rate = parallel_training(model_fn, batches, optimizer, devices, controllers, **loop)
+            if options.logdir:
+                loop["first_graph"] = job.board.graph
+            loss, rate = parallel_training(
+                model_fn, batches, job.optimizer, job.devices, job.controllers, variables, **loop
+            )
         else:
-            loss, rate = serial_training(model_fn, batches, optimizer, core.trainable_variables, **loop)
-        accuracy = test_accuracy(core, test_data)
-    except (tf.errors.OpError, ValueError) as error:
-        return fail(error, 1)
+            loss, rate = serial_training(model_fn, batches, job.optimizer, variables, **loop)
+    if options.save:
+        resume.save_model(job.core, options.save)
     print(f"final loss: {loss:.4f}")
     print(f"images/s: {rate:.0f}")
-    print(f"test accuracy: {100 * accuracy:.2f} %")
+    print(f"test accuracy: {100 * (accuracy or test_accuracy(job.core, job.test_data)):.2f} %", flush=True)
+    if not saved:
+        return fail(f"the end of the run is not saved in {options.checkpoint_dir}: make room, run the same command", 1)
     return 0
 
 
@@ -107,7 +186,8 @@ def serial_training(model_fn, batches, optimizer, variables, **loop):
         optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
         return loss
 
-    optimizer.build(variables)
+    if not optimizer.built:
+        optimizer.build(variables)
     return do_training(lambda: update(next(batches)), **loop)
 
 
@@ -127,54 +207,61 @@ def parallel_training(model_fn, batches, optimizer, devices=None, controller=CON
     return do_training(train_step, **loop)
 
 
-def do_training(train_step, epochs=None, images=None, global_batch=None, report=print):
-    """Calls `train_step` until the data end, and reports every 100 steps.
+def do_training(
+    train_step, images=None, global_batch=None, first_step=0, after_step=None, after_epoch=None, first_graph=None
+):
+    """Calls `train_step` until the data end.
 
     Args:
       train_step: `train_step() -> loss`; at the end of the data it raises `tf.errors.OutOfRangeError` or StopIteration.
-      epochs, images, global_batch: Number of epochs, of images in an epoch, and of images in a step, to
-        tell how far the training is and how fast. None: unknown.
-      report: Called with each line of the report.
+      images, global_batch: Number of images in an epoch and in a step; None if unknown, then there are no epochs.
+      first_step: Number of steps already done, by a run that this one goes on with.
+      after_step: `after_step(step, loss, rate)`, called after each step. None: progress is printed.
+      after_epoch: `after_epoch(epoch, step)`, called after the last step of each epoch.
+      first_graph: `first_graph(graph)`, called after the first step with its graph, `train_step.graph()`.
 
     Returns:
-      (loss, rate): the last step's loss, and images per second without the first step, which also builds the graph; in
-      steps per second if `images` is unknown.
+      (loss, rate): the loss of the last step, and images per second without the first step, which also builds the
+      graph; steps per second if the number of images is unknown.
 
     Raises:
       ValueError: if there are no data, or the loss is no longer finite.
     """
+    after_step = after_step or watch.progress(None, "images" if images else "steps")
     steps_per_epoch = -(-images // global_batch) if images else None
-    total = f"/{epochs * steps_per_epoch}" if images and epochs else ""
-    step, loss, started = 0, None, None
-
-    def rate():
-        seen = (
-            (step // steps_per_epoch) * images + (step % steps_per_epoch) * global_batch - first if images else step - 1
-        )
-        return seen / max(time.perf_counter() - started, 1e-9)
-
-    def check(loss):
-        if loss is None:
-            raise ValueError("there are no data to train on: the first step found them at an end")
-        if not np.isfinite(loss):
-            raise ValueError(f"the loss is {float(loss)} after step {step}: try a smaller learning rate")
+    step, loss, rate, seen, seconds = first_step, None, 0.0, 0, 0.0
 
     while True:
+        started = time.perf_counter()
         try:
             loss = train_step()
         except (tf.errors.OutOfRangeError, StopIteration):
             break
         step += 1
-        if started is None:
-            started, first = time.perf_counter(), min(images or 0, global_batch or 0)
         if step % 100 == 0:
-            check(loss)
-            report(f"step {step}{total}  loss {float(loss):.4f}  {rate():.0f} {'images' if images else 'steps'}/s")
-    check(loss)
-    return float(loss), rate()
+            check_finite(loss, step)
+        if step > first_step + 1:
+            seconds += time.perf_counter() - started
+            seen += min(global_batch, images - (step - 1) % steps_per_epoch * global_batch) if images else 1
+            rate = seen / seconds
+        elif first_graph:
+            first_graph(train_step.graph())
+        if after_epoch and step % steps_per_epoch == 0:
+            after_epoch(step // steps_per_epoch, step)
+        after_step(step, loss, rate)
+    if loss is None:
+        raise ValueError("there are no data to train on: the first step found them at an end")
+    check_finite(loss, step)
+    return float(loss), rate
 
 
-def tower_batches(dataset, images, batch_size, towers):
+def check_finite(loss, step):
+    """Raises ValueError if the loss is not a number: what follows would be in vain."""
+    if not np.isfinite(loss):
+        raise ValueError(f"the loss is {float(loss)} after step {step}: try a smaller learning rate")
+
+
+def tower_batches(dataset, images, batch_size, towers, first_step=0):
     """Iterates over the tower batches of `mnist.training_dataset`, as many per step as there are towers.
 
     The last step of an epoch may have fewer examples than there are towers, and then has fewer batches: None stands for
@@ -183,17 +270,18 @@ def tower_batches(dataset, images, batch_size, towers):
     Args:
       dataset: One tower batch per element.
       images, batch_size, towers: Number of images in an epoch, in a tower batch, and of towers.
+      first_step: The step that the data set begins with.
 
     Yields:
       Tower batches, or None.
     """
-    global_batch = batch_size * towers
-    full_steps, rest = divmod(images, global_batch)
-    batches_per_epoch = full_steps * towers + min(rest, towers)
-    for number, batch in enumerate(dataset, start=1):
+    full_steps, rest = divmod(images, batch_size * towers)
+    per_epoch = full_steps * towers + min(rest, towers)
+    before = first_step % (full_steps + bool(rest)) * towers
+    for number, batch in enumerate(dataset, start=before + 1):
         yield batch
-        if number % batches_per_epoch == 0:
-            yield from [None] * (-batches_per_epoch % towers)
+        if number % per_epoch == 0:
+            yield from [None] * (-per_epoch % towers)
 
 
 def test_accuracy(core, dataset):
@@ -211,17 +299,30 @@ def test_accuracy(core, dataset):
     return right / count
 
 
-def explain_step(build, options, devices, controllers):
-    """Prints where the time of a step goes; see explain.py."""
+def explain_step(options, job):
+    """Prints where the time of a parallel step goes; see explain.py."""
 
     def build_again():
-        core, optimizer = build()
+        core, optimizer = build(options, job)
         return mnist.training_model(core), core.trainable_variables, optimizer
 
     def feed(towers):
         return iter(mnist.training_dataset(1000, options.batch_size, towers, options.data, options.seed))
 
-    explain(build_again, feed, devices, controllers)
+    explain(build_again, feed, job.devices, job.controllers)
+
+
+def settings_of(options, job):
+    """What must stay the same for a run to be the same run."""
+    optimizer = {"class": type(job.optimizer).__name__, **job.optimizer.get_config()}
+    return {
+        "model": [[weight.path, list(weight.shape), weight.dtype] for weight in job.core.weights],
+        "data set (checksum)": resume.checksum(mnist.load(options.data)),
+        "seed": options.seed,
+        "optimizer": {name: repr(value) for name, value in optimizer.items() if name != "name"},
+        "global batch": job.global_batch,
+        "mixed precision": options.mixed_precision,
+    }
 
 
 def parse_arguments(argv):
@@ -237,12 +338,19 @@ def parse_arguments(argv):
     add("--data", default=mnist.DATA, metavar="DIR", help="folder of the four MNIST files (default: data)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the weights and of the order (default: 0)")
     add("--mixed-precision", action="store_true", help="compute in bfloat16, keep the weights in float32")
+    add("--checkpoint-dir", metavar="DIR", help="save the run there, and go on with the run saved there")
+    add("--checkpoint-every", type=positive(int), default=100, metavar="STEPS", help="how often (default: 100)")
+    add("--deterministic", action="store_true", help="the same bits in every run, whatever it costs in speed")
+    add("--save", metavar="FILE.keras", help="write the trained model, which takes floats from 0 to 1")
+    add("--logdir", metavar="DIR", help="write curves, settings and the graph there, for TensorBoard")
     add("--explain", action="store_true", help="first measure where the time of a parallel step goes")
     add("--log-device-placement", action="store_true", help="log the device of every op")
     options = parser.parse_args(argv)
     for name in ("towers", "controller", "explain"):
         if getattr(options, name) != parser.get_default(name) and not options.parallel:
             parser.error(f"--{name} needs --parallel")
+    if options.save and not options.save.endswith(".keras"):
+        parser.error(f"--save needs a name that ends in .keras, not {options.save}")
     return options
 
 

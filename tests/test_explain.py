@@ -43,7 +43,7 @@ def test_the_parts_of_a_step_are_its_whole(towers):
         "input": towers * 4 * 16 * 4,
     }
     assert result["expected"][1] == 1.0 and set(result["expected"]) == {1, 2, 4, 8}
-    assert result["expected"][towers] == pytest.approx(result["reached"], rel=0.5 if towers == 1 else 1e-6)
+    assert result["expected"][towers] == pytest.approx(result["reached"])
     text = "\n".join(lines)
     for word in [*result["parts"], *result["bytes"], "reached", "expected", result["verdict"]]:
         assert word in text
