@@ -72,8 +72,8 @@ class Contender:
         raise RuntimeError(f"contender {self.name!r} died")
 
     def stop(self):
-        self.process.stdin.close()
-        self.process.wait(60)
+        self.process.kill()  # MirroredStrategy's processes do not always end by themselves
+        self.process.wait()
 
 
 def interleave(names, steps):
