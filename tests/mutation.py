@@ -1,7 +1,8 @@
 """How good are the tests? Breaks a file on purpose, in every way that cosmic-ray knows, and counts who notices.
 
     pip install cosmic-ray
-    python tests/mutation.py averaging            # or placement, towers, mnist; about a second per mutant
+    python tests/mutation.py averaging            # or placement, towers, mnist; seconds per mutant
+    python tests/mutation.py towers 0/2           # the first of two parts of the mutants
 
 TensorFlow is imported once; each mutant is tried in a forked process, by the tests of its file, until one of them
 fails. Of all replacements for one operator, three are tried. Prints each survivor, and the score.
@@ -80,7 +81,8 @@ def survives(module, mutated):
     return False
 
 
-def main(module):
+def main(module, part="0/1"):
+    part, parts = map(int, part.split("/"))
     with open(os.path.join(ROOT, module + ".py")) as file:
         source = file.read()
     assert survives(module, source), "the tests fail on the file as it is"
@@ -89,6 +91,8 @@ def main(module):
         if mutated in seen:
             continue
         seen.add(mutated)
+        if len(seen) % parts != part:
+            continue
         with contextlib.suppress(SyntaxError):
             compile(mutated, module, "exec")
             if survives(module, mutated):
@@ -112,4 +116,4 @@ if __name__ == "__main__":
     import pytest
     import tensorflow  # noqa: F401
 
-    main(sys.argv[1])
+    main(*sys.argv[1:])
