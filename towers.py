@@ -108,7 +108,8 @@ def _build_step(tower, spec, optimizer, devices, controller, weighted):
                 loss = weighted_mean([loss for loss, _ in results], weights)
                 average = average_gradients([zip(gradients, variables) for _, gradients in results], weights)
             # No update before every tower has done all it does, assertions included: the whole step or nothing.
-            with tf.name_scope("update"), tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
+            all_done = tf.group(*tf.nest.flatten(results, expand_composites=True))
+            with tf.name_scope("update"), tf.control_dependencies([all_done]):
                 optimizer.apply_gradients(average)
         return loss
 
