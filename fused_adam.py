@@ -18,15 +18,15 @@ class FusedAdam(keras.optimizers.Adam):
     def update_step(self, gradient, variable, learning_rate):
         if isinstance(gradient, tf.IndexedSlices) or self.amsgrad:
             return super().update_step(gradient, variable, learning_rate)
-        # Constants are made in the dtype: a cast would make a float32 of the Python number first.
+        # A cast makes a float32 of a Python number first; Keras's powers are cast, its other constants are not.
         dtype, index = variable.dtype, self._get_variable_index(variable)
         step = tf.cast(self.iterations + 1, dtype)
         return tf.raw_ops.ResourceApplyAdam(
             var=variable.handle,
             m=self._momentums[index].handle,
             v=self._velocities[index].handle,
-            beta1_power=tf.pow(tf.constant(self.beta_1, dtype), step),
-            beta2_power=tf.pow(tf.constant(self.beta_2, dtype), step),
+            beta1_power=tf.pow(tf.cast(self.beta_1, dtype), step),
+            beta2_power=tf.pow(tf.cast(self.beta_2, dtype), step),
             lr=tf.cast(learning_rate, dtype),
             beta1=tf.constant(self.beta_1, dtype),
             beta2=tf.constant(self.beta_2, dtype),
