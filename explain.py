@@ -13,7 +13,7 @@ import tensorflow as tf
 from averaging import average_gradients
 from towers import create_parallel_optimization
 
-REPEAT = 9  # measurements of each part; the median counts
+REPEAT, SECONDS = 9, 0.1  # each part is measured so often, and for so long; the median counts
 PER_TOWER = ("waiting for input", "copying weights out", "copying gradients back", "averaging")  # grow with the towers
 
 
@@ -52,11 +52,7 @@ def explain(build, feed, devices, controllers, report=print):
         "update": max(0.0, _time_update(optimizer, pairs, variables) - idle),
     }
     # Towers with a processor each take as long as one alone; on shared cores, at most as long as one after another.
-    rest = step - sum(parts.values())
-    parts["forward and backward"] = max(0.0, min(rest, tower * count if shared else tower))
-    fit = min(1.0, step / sum(parts.values()))  # parts that overlap in the step take longer one by one
-    parts = {part: seconds * fit for part, seconds in parts.items()}
-    parts["the runtime, and waiting for each other"] = max(0.0, step - sum(parts.values()))
+    parts = _fit(parts, step, tower * count if shared else tower)
 
     def expected(towers):
         if towers == 1:
@@ -77,6 +73,14 @@ def explain(build, feed, devices, controllers, report=print):
     return result
 
 
+def _fit(parts, step, compute):
+    """The parts of a step, arithmetic and the rest added, so that they sum to it."""
+    parts = parts | {"forward and backward": max(0.0, min(step - sum(parts.values()), compute))}
+    shrink = min(1.0, step / sum(parts.values()))  # what overlaps in the step takes longer part by part
+    parts = {part: seconds * shrink for part, seconds in parts.items()}
+    return parts | {"the runtime, and waiting for each other": max(0.0, step - sum(parts.values()))}
+
+
 def _verdict(parts, step, overhead, devices, shared):
     """One sentence: the bottleneck, and what would help. `overhead`: seconds of a step that are not the model's."""
     copies = parts["copying weights out"] + parts["copying gradients back"]
@@ -86,7 +90,7 @@ def _verdict(parts, step, overhead, devices, shared):
     worst = max(
         (parts["waiting for input"], "input"), (copies, "copies"), (controller, "controller"), (runtime, "runtime")
     )
-    if worst[1] != "input" and overhead > 0.5 * (step - parts["waiting for input"]):
+    if worst[1] != "input" and overhead > (step - parts["waiting for input"]) / 3:
         worst = (runtime, "runtime")  # whatever part it shows in: the ops of a small model cost more than their work
     elif worst[0] < 0.25 * step or worst[0] < 0.5 * compute:
         worst = (compute, "compute")
@@ -134,7 +138,7 @@ def _shared_cores(devices):
 def _time(call):
     """Median seconds of a call, after two to warm up. Results are waited for."""
     times = []
-    for _ in range(REPEAT + 2):
+    while len(times) < REPEAT + 2 or sum(times[2:]) < SECONDS:
         started = time.perf_counter()
         result = call()
         tf.nest.map_structure(lambda x: x.numpy() if x.shape.rank == 0 else None, result)

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
 
 import train
-from explain import PER_TOWER, _verdict, explain
+from explain import PER_TOWER, _fit, _verdict, explain
 
 
 def case(width, batch, pause=0.0):
@@ -49,6 +51,13 @@ def test_the_parts_of_a_step_are_its_whole(towers):
     text = "\n".join(lines)
     for word in [*result["parts"], *result["bytes"], "reached", "expected", result["verdict"]]:
         assert word in text
+
+
+@given(st.lists(st.floats(0, 2), min_size=1), st.floats(0.1, 10), st.floats(0, 20))
+def test_parts_are_never_negative_nor_more_than_the_step(measured, step, compute):
+    parts = _fit(dict(enumerate(measured)), step, compute)
+    assert min(parts.values()) >= 0
+    assert sum(parts.values()) == pytest.approx(step)
 
 
 def embedding(rows, width, batch):
