@@ -76,7 +76,7 @@ def explain(build, feed, devices, controllers, report=print):
 def _fit(parts, step, compute):
     """The parts of a step, arithmetic and the rest added, so that they sum to it."""
     parts = parts | {"forward and backward": max(0.0, min(step - sum(parts.values()), compute))}
-    shrink = min(1.0, step / sum(parts.values()))  # what overlaps in the step takes longer part by part
+    shrink = step / max(step, sum(parts.values()))  # what overlaps in the step takes longer part by part
     parts = {part: seconds * shrink for part, seconds in parts.items()}
     return parts | {"the runtime, and waiting for each other": max(0.0, step - sum(parts.values()))}
 
