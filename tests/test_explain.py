@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import random
 import time
 
@@ -72,6 +73,9 @@ def embedding(rows, width, batch):
     return build, lambda towers: itertools.repeat(np.arange(batch, dtype=np.int32))
 
 
+@pytest.mark.skipif(
+    os.environ.get("HYPOTHESIS_PROFILE") != "thorough", reason="measures, which a busy machine disturbs"
+)
 @pytest.mark.parametrize(
     "case, bottleneck",
     [
