@@ -4,7 +4,7 @@ With the ordinary tests one quick comparison runs, of the serial and the paralle
 
     python -m pytest tests/test_benchmarks.py --benchmark-only
 
-takes about twelve minutes on two idle cores and writes benchmarks/results.json and benchmarks/speed.svg.
+takes about six minutes on two idle cores and writes benchmarks/results.json and benchmarks/speed.svg.
 """
 
 import json
