@@ -68,18 +68,18 @@ def _mean(gradients, shares):
             indices=tf.concat([tf.cast(gradient.indices, tf.int64) for gradient, _ in present], 0),
             dense_shape=present[0][0].dense_shape,
         )
-    dense = [(_dense(gradient, present), share) for gradient, share in present]
+    dense = [(_dense(gradient, present, wide), share) for gradient, share in present]
     if shares[0] is None:  # one division after the sum, not one per tower
         return tf.cast(scaled(tf.add_n([tf.cast(gradient, wide) for gradient, _ in dense]), None), dtype)
     return tf.cast(tf.add_n([scaled(gradient, share) for gradient, share in dense]), dtype)
 
 
-def _dense(gradient, present):
+def _dense(gradient, present, wide):
     """The gradient as a tensor; slices take the number of rows from a tower whose gradient is dense."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     rows = next(tf.shape(other)[0] for other, _ in present if not isinstance(other, tf.IndexedSlices))
-    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, rows)
+    return tf.math.unsorted_segment_sum(tf.cast(gradient.values, wide), gradient.indices, rows)
 
 
 def _shares(weights, count):
@@ -103,6 +103,7 @@ def _shares(weights, count):
     if None in known:
         tf.debugging.assert_non_negative(weights, "a tower's weight is negative")
         tf.debugging.assert_positive(total, "the towers' weights sum to zero")
+        tf.debugging.assert_less(total, tf.constant(float("inf"), tf.float64), "a tower's weight is not finite")
     return [weight / total for weight in weights]
 
 

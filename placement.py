@@ -7,10 +7,12 @@ Variables live on the controller, everything else runs on the tower's device; an
 import contextlib
 import functools
 import os
+import threading
 
 import tensorflow as tf
 
 CONTROLLER = "/CPU:0"
+_placed = threading.local()  # .now: a scope further in is placing a variable
 
 
 @contextlib.contextmanager
@@ -41,11 +43,15 @@ def assign_to_device(device, controller=CONTROLLER):
         raise ValueError("controller is an empty list: name at least one device to hold the variables")
 
     def create_on_controller(next_creator, **kwargs):
-        if _conflict(_current_device(), outer):
+        if getattr(_placed, "now", False) or _conflict(_current_device(), outer):
             return next_creator(**kwargs)
         least_loaded = min(load, key=load.get)
-        with tf.device(least_loaded):
-            variable = next_creator(**kwargs)
+        _placed.now = True
+        try:
+            with tf.device(least_loaded):
+                variable = next_creator(**kwargs)
+        finally:
+            _placed.now = False
         load[least_loaded] += (variable.shape.num_elements() or 0) * variable.dtype.size
         return variable
 

@@ -61,6 +61,13 @@ def lazy_model_with_state():
     return lambda x: model(x, training=True), lambda: model.weights
 
 
+def built_layer():
+    with assign_to_device(INNER, "/CPU:7"):  # for another tower
+        layer = keras.layers.Dense(2)
+        layer.build((None, 2))
+    return layer, lambda: layer.weights
+
+
 def recurrent_layer():
     layer = keras.layers.GRU(2)
     return lambda x: layer(x[:, None]), lambda: layer.weights
@@ -69,7 +76,8 @@ def recurrent_layer():
 KINDS = {
     "plain variable": plain_variable,
     "tf.Module": module,
-    "Keras layer": lazy_layer,
+    "Keras layer, built before": built_layer,
+    "Keras layer, built lazily": lazy_layer,
     "Keras model with state": lazy_model_with_state,
     "recurrent layer": recurrent_layer,
 }
@@ -101,11 +109,23 @@ def test_variables_are_on_the_controller_and_ops_on_the_device(kind, how):
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_optimizer_slots_are_on_the_controller(legacy):
+@pytest.mark.parametrize("how", ["eager", "scope inside a tf.function", "scope around a tf.function"])
+def test_optimizer_slots_are_on_the_controller(legacy, how):
     with assign_to_device(DEVICE, "/CPU:7"):
         optimizer = tf.compat.v1.train.AdamOptimizer() if legacy else keras.optimizers.Adam()
         variable = tf.Variable(1.0)
+        if not legacy and how != "eager":  # made in a tf.function, Keras's slots follow the op: tf.device is lost there
+            optimizer.build([variable])
+
+    def update():
         optimizer.apply_gradients([(tf.constant(1.0), variable)])
+
+    def placed():
+        with assign_to_device(DEVICE, "/CPU:7"):
+            (tf.function(update) if how == "scope around a tf.function" else update)()
+
+    (tf.function(placed) if how == "scope inside a tf.function" else placed)()
+    assert variable < 1
     slots = optimizer.variables() if legacy else optimizer.variables
     assert len(slots) >= 3 and {place(slot) for slot in [variable, *slots]} == {"CPU:7"}
 
@@ -127,6 +147,36 @@ def test_lookup_tables_work_and_are_looked_up_where_they_are(how):
     values = (tf.function(look_up) if how == "graph" else look_up)(tf.constant([2, 3]))
     np.testing.assert_array_equal(values, [21, 0])
     assert set(places) == {DEVICE.split("device:")[-1]}
+
+
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_lookup_tables_that_change_stay_where_they_are_made(how):
+    with assign_to_device(DEVICE, "/CPU:7"):
+        table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
+    assert place(table.resource_handle) == DEVICE.split("device:")[-1]
+
+    def count(keys):
+        with assign_to_device(INNER, "/CPU:7"):
+            table.insert(keys, table.lookup(keys) + 2)
+            return table.lookup(keys)
+
+    run = tf.function(count) if how == "graph" else count
+    np.testing.assert_array_equal(run(tf.constant([5, 6], tf.int64)), [1, 1])
+    np.testing.assert_array_equal(run(tf.constant([6, 7], tf.int64)), [3, 1])
+
+
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_a_layer_that_places_itself_is_built_where_it_says(how):
+    layers = [keras.layers.Dense(2), keras.layers.Dense(2)]
+
+    def run(x):
+        with assign_to_device(DEVICE, "/CPU:7"):
+            with tf.device(INNER):
+                x = layers[0](x)
+            return layers[1](x)
+
+    (tf.function(run) if how == "graph" else run)(tf.ones([3, 2]))
+    assert [place(weight) for layer in layers for weight in layer.weights] == ["CPU:4"] * 2 + ["CPU:7"] * 2
 
 
 @pytest.mark.parametrize("how", ["eager", "graph"])
@@ -154,11 +204,14 @@ def test_scopes_nest_and_end():
     with assign_to_device(DEVICE, "/CPU:7"):
         with assign_to_device(INNER, "/CPU:6"):
             inner = tf.Variable(1.0)
+            assert place(inner + 1) == INNER.split("device:")[-1]
         outer = tf.Variable(1.0)
+        assert place(outer + 1) == DEVICE.split("device:")[-1]
     with pytest.raises(KeyError), assign_to_device(DEVICE, "/CPU:7"):
         raise KeyError
     after = tf.Variable(1.0)
     assert [place(v) for v in (inner, outer, after)] == ["CPU:6", "CPU:7", "CPU:0"]
+    assert place(after + 1) == "CPU:0"
 
 
 @given(
@@ -179,6 +232,21 @@ def test_several_controllers_are_filled_least_loaded_by_bytes_first(variables, c
     assert max(load) - min(load) <= largest
 
 
+def test_what_an_inner_scope_places_is_no_load_on_the_controllers():
+    with assign_to_device(DEVICE, ["/CPU:6", "/CPU:7"]):
+        with tf.device(INNER):
+            inside = tf.Variable(tf.zeros([100]))
+        made = [tf.Variable(tf.zeros([size])) for size in (1, 2, 3)]
+    assert [place(v) for v in (inside, *made)] == ["CPU:4", "CPU:6", "CPU:7", "CPU:6"]
+
+
+def test_the_weights_of_a_model_are_spread_over_the_controllers():
+    with assign_to_device(DEVICE, ["/CPU:6", "/CPU:7"]):
+        model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(2)])
+        model(tf.ones([3, 8]))  # 8 x 4, 4, 4 x 2, 2
+    assert [place(weight) for weight in model.weights] == ["CPU:6", "CPU:7", "CPU:7", "CPU:7"]
+
+
 def test_no_controller_at_all_is_refused():
     with pytest.raises(ValueError, match="controller is an empty list"), assign_to_device(DEVICE, []):
         pass
@@ -192,11 +260,21 @@ def test_devices_that_do_not_exist_are_named():
         check_devices(["/CPU:9"])
 
 
+def test_devices_of_other_machines_that_do_not_exist_are_named(monkeypatch):
+    there = [f"/job:worker/replica:0/task:{i}/device:CPU:0" for i in range(2)]
+    devices = [types.SimpleNamespace(name=name) for name in there]
+    monkeypatch.setattr(placement.tf.config, "list_logical_devices", lambda kind=None: devices)
+    check_devices(["/job:worker/task:0", "/job:worker/task:1/device:CPU:0", *there])
+    for absent in ("/job:worker/task:2", "/job:ps/task:0", "/job:worker/task:0/device:CPU:1"):
+        with pytest.raises(ValueError, match=f"there is no device {absent}; there are {', '.join(there)}$"):
+            check_devices([there[0], absent])
+
+
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", True])
 def test_a_number_of_towers_is_a_whole_number_of_at_least_one(count):
-    with pytest.raises(ValueError, match="at least 1, not"):
+    with pytest.raises(ValueError, match=f"^the number of towers must be .* at least 1, not {count!r}$"):
         tower_devices(count)
-    with pytest.raises(ValueError, match="at least 1, not"):
+    with pytest.raises(ValueError, match=f"^threads must be .* at least 1, not {count!r}$"):
         device_options(threads=count)
 
 
@@ -213,10 +291,23 @@ def test_towers_on_the_cpu_are_beside_the_controller():
 def gpus(monkeypatch):
     """Pretends that there are three GPUs, the last one split in two, by the public functions that tell."""
     devices = [types.SimpleNamespace(name=f"/physical_device:GPU:{i}", device_type="GPU") for i in range(3)]
-    state = types.SimpleNamespace(visible=devices, split={devices[2].name: [1, 2]}, growth={})
+    state = types.SimpleNamespace(visible=devices, split={devices[2].name: [1, 2]}, growth={}, started=False)
+    real = types.SimpleNamespace(**vars(tf.config))
 
-    def per_gpu(gpu):
-        return state.split.get(gpu.name)
+    def per_gpu(device):
+        return state.split.get(device.name) if device in devices else real.get_logical_device_configuration(device)
+
+    def before_start():
+        if state.started:
+            raise RuntimeError("cannot be modified after being initialized")
+
+    def show(visible, kind):
+        before_start()
+        state.visible = list(visible)
+
+    def grow(gpu, on):
+        before_start()
+        state.growth[gpu.name] = on
 
     def logical(kind=None):
         count = sum(len(per_gpu(gpu) or [1]) for gpu in state.visible)
@@ -224,16 +315,14 @@ def gpus(monkeypatch):
 
     fake = {
         "list_physical_devices": lambda kind=None: devices,
-        "get_visible_devices": lambda kind=None: state.visible,
-        "set_visible_devices": lambda visible, kind: setattr(state, "visible", list(visible)),
+        "get_visible_devices": lambda kind=None: state.visible if kind == "GPU" else real.get_visible_devices(kind),
+        "set_visible_devices": show,
         "get_logical_device_configuration": per_gpu,
         "list_logical_devices": logical,
     }
     for name, function in fake.items():
         monkeypatch.setattr(placement.tf.config, name, function)
-    monkeypatch.setattr(
-        placement.tf.config.experimental, "set_memory_growth", lambda gpu, on: state.growth.update({gpu.name: on})
-    )
+    monkeypatch.setattr(placement.tf.config.experimental, "set_memory_growth", grow)
     return state
 
 
@@ -248,6 +337,33 @@ def test_gpus_that_are_not_asked_for_are_left_alone(gpus, count, visible):
     assert len(gpus.visible) == visible
 
 
+@pytest.mark.parametrize("count, visible", [(1, 1), (2, 1), (3, 2), (4, 3)])
+def test_the_parts_of_a_gpu_are_used_before_another_gpu_is_taken(gpus, count, visible):
+    gpus.split = {gpus.visible[0].name: [1, 2]}
+    assert tower_devices(count) == [f"/device:GPU:{i}" for i in range(count)]
+    assert len(gpus.visible) == visible
+
+
+def test_gpus_that_the_user_has_hidden_are_not_used(gpus):
+    gpus.visible = gpus.visible[1:]
+    assert tower_devices() == get_available_gpus() == [f"/device:GPU:{i}" for i in range(3)]
+    device_options()
+    assert gpus.growth == {"/physical_device:GPU:1": True}
+    gpus.visible = []
+    assert tower_devices() == ["/device:CPU:1", "/device:CPU:2"] and get_available_gpus() == []
+
+
+def test_after_the_start_all_gpus_can_be_had_but_none_can_be_hidden(gpus):
+    gpus.started = True
+    assert len(tower_devices()) == 4 and len(tower_devices(3)) == 3
+    with pytest.raises(RuntimeError) as error:
+        tower_devices(1)
+    assert str(error.value).startswith("too late: 1 of 4 GPUs asked for") and "\n" not in str(error.value)
+    with pytest.raises(RuntimeError, match="^too late: memory growth asked for"):
+        device_options()
+    assert len(gpus.visible) == 3 and not gpus.growth
+
+
 def test_more_towers_than_gpus_is_an_error_that_says_how_many_there_are(gpus):
     with pytest.raises(ValueError, match="5 towers asked for, but there are 4 GPUs"):
         tower_devices(5)
@@ -255,7 +371,7 @@ def test_more_towers_than_gpus_is_an_error_that_says_how_many_there_are(gpus):
 
 
 def test_memory_growth_is_set_on_every_whole_gpu(gpus):
-    device_options(memory_growth=True)
+    device_options()
     assert gpus.growth == {"/physical_device:GPU:0": True, "/physical_device:GPU:1": True}
     device_options(memory_growth=False)
     assert gpus.growth == {"/physical_device:GPU:0": False, "/physical_device:GPU:1": False}
@@ -271,11 +387,20 @@ def in_a_fresh_process(code):
 
 def test_before_the_start_the_number_of_towers_can_still_change():
     in_a_fresh_process("""
-assert towers(2) == ["/device:CPU:1", "/device:CPU:2"]
+import os
+assert get_available_gpus() == []  # which starts nothing
+assert towers() == ["/device:CPU:1", "/device:CPU:2"]
+assert tf.config.threading.get_inter_op_parallelism_threads() == max(2, os.cpu_count())
 assert len(towers(4)) == 4
 assert len(towers(3)) == 3
 assert len(tf.config.list_logical_devices()) == 5
-import os
+assert len(towers(3)) == 3 and len(towers(4)) == 4  # late, but they are there
+try:
+    towers(5)
+except RuntimeError as error:
+    assert str(error).startswith("too late: 5 CPU towers asked for and there are 4 beside the controller"), error
+else:
+    raise SystemExit("no error")
 assert tf.config.threading.get_intra_op_parallelism_threads() == max(1, os.cpu_count() // 2)
 """)
 
@@ -306,4 +431,17 @@ with assign_to_device("/CPU:2"):
 device_options()
 assert tf.config.get_soft_device_placement() and not tf.debugging.get_log_device_placement()
 """)
-    assert "AddV2" in done.stderr and "CPU:2" in done.stderr
+    assert any("AddV2" in line and "CPU:2" in line for line in done.stderr.splitlines())
+
+
+@pytest.mark.parametrize("outer", [(DEVICE, "/CPU:7"), (None, "/CPU:7")])
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_the_innermost_scope_places_even_on_the_device_of_an_outer_one(outer, how):
+    kept = []
+
+    def run():
+        with assign_to_device(*outer), assign_to_device(INNER, outer[0] or "/CPU:0"):
+            kept.append(kept[0] if kept else tf.Variable(1.0))
+
+    (tf.function(run) if how == "graph" else run)()
+    assert place(kept[0]) == "CPU:" + (outer[0] or "/CPU:0")[-1]
