@@ -22,6 +22,7 @@ def assign_to_device(device, controller=CONTROLLER):
     Works eagerly and in a `tf.function`, for everything that is a `tf.Variable` in the end: Keras layers (built before
     or lazily), `tf.Module`, optimizer slots. An inner `with tf.device(...)` is respected, for variables too. A lookup
     table is an op, not a variable: it is made on `device` (or where an inner scope says), and looked up where it is.
+    Build a Keras optimizer before a `tf.function`, not in it: there Keras makes slots on the device in scope.
 
     Args:
       device: Where ops run, as `tf.device` takes it: "/GPU:0", "/job:worker/task:1/device:CPU:0".
