@@ -3,7 +3,8 @@
     python tests/contenders.py NAME    serves one of them: reads numbers of steps, answers with seconds (see serve)
 
 Each runs in a process of its own, because devices and threads are set once per process. All train from the same
-initial weights, on the same data held in memory, with the same optimizer where they can use it.
+initial weights, on the same images step by step, from the same kind of data set, with the same optimizer: the losses
+that they report must agree. Names end in the threads per op where a peer has a choice (0: TensorFlow's default).
 """
 
 import os
@@ -18,19 +19,16 @@ import numpy as np
 import tensorflow as tf
 
 import mnist
+from explain import explain
 from fused_adam import FusedAdam
 from placement import tower_devices
 from towers import create_parallel_optimization
 
-BATCHES = 20  # held in memory, used in turn
+BATCHES = 20  # of a whole step each, held in memory, used in turn
 
 
 def mnist_data(batch_size):
-    images, labels = mnist.load()
-    return [
-        (images[i * batch_size : (i + 1) * batch_size], labels[i * batch_size : (i + 1) * batch_size])
-        for i in range(min(BATCHES, len(labels) // batch_size))
-    ]
+    return tuple(array[: BATCHES * batch_size] for array in mnist.load())
 
 
 def mnist_model():
@@ -41,7 +39,7 @@ def mnist_model():
 
 def resnet_data(batch_size):
     rng = np.random.default_rng(0)
-    return [(rng.normal(size=(batch_size, 32, 32, 3)).astype(np.float32), np.zeros(batch_size, np.int32))] * 2
+    return rng.normal(size=(2 * batch_size, 32, 32, 3)).astype(np.float32), np.zeros(2 * batch_size, np.int32)
 
 
 def resnet_model():
@@ -57,7 +55,7 @@ def resnet_model():
 
 def tiny_data(batch_size):
     rng = np.random.default_rng(0)
-    return [(rng.normal(size=(batch_size, 10)).astype(np.float32), np.zeros(batch_size, np.int32))] * 2
+    return rng.normal(size=(2 * batch_size, 10)).astype(np.float32), np.zeros(2 * batch_size, np.int32)
 
 
 def tiny_model():
@@ -75,17 +73,19 @@ def tiny_model():
 MODELS = {"mnist": (mnist_model, mnist_data), "resnet": (resnet_model, resnet_data), "tiny": (tiny_model, tiny_data)}
 
 
-def in_turn(batches):
-    batches = [tf.nest.map_structure(tf.constant, batch) for batch in batches]
-    while True:
-        yield from batches
+def dataset(arrays, batch_size, ahead):
+    """What feeds every contender. There is nothing here to tune, and autotuning delays the end of a process."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    batches = tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size, drop_remainder=True)
+    return batches.cache().repeat().prefetch(ahead).with_options(options)
 
 
 def towers(name, count, batch_size):
     devices = tower_devices(count)
     model, data = MODELS[name]
     model_fn, variables = model()
-    feed = in_turn(data(batch_size))
+    feed = iter(dataset(data(count * batch_size), batch_size, 2 * count))
     step = create_parallel_optimization(model_fn, lambda: next(feed), FusedAdam(), devices, variables=variables)
     return repeat(step)
 
@@ -93,7 +93,7 @@ def towers(name, count, batch_size):
 def serial(name, batch_size):
     model, data = MODELS[name]
     model_fn, variables = model()
-    feed, optimizer = in_turn(data(batch_size)), FusedAdam()
+    feed, optimizer = iter(dataset(data(batch_size), batch_size, 2)), FusedAdam()
     optimizer.build(variables)
 
     @tf.function
@@ -119,12 +119,10 @@ def strategy(kind, name, count, batch_size, steps_per_call, threads):
     model, data = MODELS[name]
     with distribution.scope():
         model_fn, variables = model()
-        optimizer = FusedAdam() if kind == "mirrored" else keras.optimizers.Adam()
+        optimizer = FusedAdam()
         optimizer.build(variables)
-    batches = data(count * batch_size)
-    arrays = [np.concatenate(leaves) for leaves in zip(*batches)]
-    dataset = tf.data.Dataset.from_tensor_slices(tuple(arrays)).batch(count * batch_size, drop_remainder=True)
-    feed = iter(distribution.experimental_distribute_dataset(dataset.cache().repeat().prefetch(2)))
+    size = count * batch_size
+    feed = iter(distribution.experimental_distribute_dataset(dataset(data(size), size, 2)))
 
     def replica(batch):
         with tf.GradientTape() as tape:
@@ -148,32 +146,32 @@ def strategy(kind, name, count, batch_size, steps_per_call, threads):
 def legacy(count, batch_size, threads):
     """The graph-mode program of 2017, on `tf.compat.v1`: device functions, reused variables, a session."""
     v1 = tf.compat.v1
-    batches = mnist_data(batch_size)
+    initial = [variable.numpy() for variable in mnist_model()[1]]
     graph = tf.Graph()
 
     def place(device):
         variables = ("VariableV2", "VarHandleOp", "Variable")
         return lambda op: "/cpu:0" if op.type in variables else device
 
-    def layer(x, shape, name, convolution=False):
-        kernel = v1.get_variable(name + "_kernel", shape, initializer=v1.glorot_uniform_initializer())
-        bias = v1.get_variable(name + "_bias", shape[-1:], initializer=v1.zeros_initializer())
+    def layer(x, number, convolution=False):
+        kernel, bias = (
+            v1.get_variable(name, value.shape, initializer=v1.constant_initializer(value))
+            for name, value in zip((f"kernel_{number}", f"bias_{number}"), initial[2 * number : 2 * number + 2])
+        )
         return tf.nn.bias_add(tf.nn.conv2d(x, kernel, 1, "SAME") if convolution else x @ kernel, bias)
 
     with graph.as_default():
         v1.disable_resource_variables()
-        arrays = [np.concatenate(leaves) for leaves in zip(*batches)]
-        dataset = tf.data.Dataset.from_tensor_slices(tuple(arrays)).batch(batch_size, drop_remainder=True)
-        iterator = v1.data.make_initializable_iterator(dataset.cache().repeat().prefetch(2 * count))
-        optimizer, tower_grads, losses = v1.train.AdamOptimizer(), [], []
+        iterator = v1.data.make_initializable_iterator(dataset(mnist_data(count * batch_size), batch_size, 2 * count))
+        optimizer, tower_grads, losses = v1.train.AdamOptimizer(epsilon=1e-7), [], []
         for number in range(count):
             with graph.device(place(f"/cpu:{number + 1}")), v1.variable_scope("model", reuse=number > 0):
                 image, label = iterator.get_next()
                 x = tf.reshape(tf.image.convert_image_dtype(image, tf.float32), [-1, 28, 28, 1])
-                x = tf.nn.max_pool2d(tf.nn.relu(layer(x, [5, 5, 1, 32], "conv1", True)), 2, 2, "SAME")
-                x = tf.nn.max_pool2d(tf.nn.relu(layer(x, [5, 5, 32, 64], "conv2", True)), 2, 2, "SAME")
-                x = tf.nn.relu(layer(tf.reshape(x, [-1, 3136]), [3136, 1024], "dense1"))
-                logits = layer(x, [1024, 10], "dense2")
+                x = tf.nn.max_pool2d(tf.nn.relu(layer(x, 0, True)), 2, 2, "SAME")
+                x = tf.nn.max_pool2d(tf.nn.relu(layer(x, 1, True)), 2, 2, "SAME")
+                x = tf.nn.relu(layer(tf.reshape(x, [-1, 3136]), 2))
+                logits = layer(x, 3)
                 losses.append(tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(label, logits)))
                 tower_grads.append(optimizer.compute_gradients(losses[-1]))
         with graph.device("/cpu:0"):
@@ -198,6 +196,41 @@ def matmul(dtype):
     return repeat(step)
 
 
+def convolution(dtype):
+    """How fast the model's second convolution is, forward and backward, on a batch of 128 with all cores."""
+    x, kernel = (tf.cast(tf.random.normal(shape), dtype) for shape in ([128, 14, 14, 32], [5, 5, 32, 64]))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            tape.watch([x, kernel])
+            y = tf.nn.conv2d(x, kernel, 1, "SAME")
+        return tf.add_n([tf.cast(tf.reshape(g, [-1])[0], tf.float32) for g in tape.gradient(y, [x, kernel])])
+
+    return repeat(step)
+
+
+def prediction(name, batch_size):
+    """What `--explain` expects of 4 towers when it has measured 2, over what 4 towers reach; no seconds, a ratio."""
+    devices = tower_devices(4)
+    model, data = MODELS[name]
+
+    def build():
+        model_fn, variables = model()
+        return model_fn, variables, FusedAdam()
+
+    def explained(count):
+        feed = lambda towers: iter(dataset(data(towers * batch_size), batch_size, 2 * towers))  # noqa: E731
+        return explain(build, feed, devices[:count], ["/CPU:0"], lambda line: None)
+
+    def run(_):
+        expected, reached = explained(2)["expected"][4], explained(4)["reached"]
+        print(f"with 4 towers {name} x {batch_size}: expected {expected:.2f}, reached {reached:.2f}", file=sys.stderr)
+        return expected / reached, 0.0
+
+    return run
+
+
 def pipeline(towers, batch_size):
     """The input alone: a 'step' pulls what a training step pulls."""
     feed = iter(mnist.training_dataset(1000, batch_size, towers))
@@ -210,15 +243,15 @@ def logical_cpus(count):
 
 
 def repeat(call, steps_per_call=1):
-    """A function that does at least so many steps and returns the seconds per step."""
+    """A function that does at least so many steps and returns the seconds per step and the last loss."""
 
     def run(steps):
         started = time.perf_counter()
         calls = max(1, steps // steps_per_call)
         for _ in range(calls):
             result = call()
-        float(result)
-        return (time.perf_counter() - started) / (calls * steps_per_call)
+        loss = float(result)  # waits for it
+        return (time.perf_counter() - started) / (calls * steps_per_call), loss
 
     return run
 
@@ -236,6 +269,8 @@ KINDS = {
     "central": lambda *a: strategy("central", *a),
     "legacy": legacy,
     "matmul": matmul,
+    "convolution": convolution,
+    "prediction": prediction,
     "pipeline": pipeline,
 }
 
@@ -243,21 +278,22 @@ KINDS = {
 def serve(name):
     """Builds the contender, e.g. "towers mnist 2 128"; then answers each number of steps with the seconds per step.
 
-    The first answer is the time from the first line of the program's work to the end of the first step. Each tells the
-    peak memory of the process so far as well, in bytes.
+    The first answer is the time from the first line of the program's work to the end of the first steps. Each tells the
+    last loss and the peak memory of the process so far as well, in bytes.
     """
     kind, *arguments = name.split()
     arguments = [int(argument) if argument.isdigit() else argument for argument in arguments]
     started = time.perf_counter()
     run = KINDS[kind](*arguments)
-    first = None
+    first = True
     for line in sys.stdin:
-        seconds = run(int(line))
-        if first is None:
-            seconds = first = time.perf_counter() - started
+        seconds, loss = run(int(line))
+        if first and kind != "prediction":
+            seconds = time.perf_counter() - started
+        first = False
         with open("/proc/self/status") as status:
             peak = next(int(row.split()[1]) * 1024 for row in status if row.startswith("VmHWM"))
-        print("answer", seconds, peak, flush=True)
+        print("answer", seconds, loss, peak, flush=True)
 
 
 if __name__ == "__main__":
