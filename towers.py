@@ -127,6 +127,8 @@ def _replicate(tower, number, inputs):
     function, graph = tower.function, tf.compat.v1.get_default_graph()
     graph_def = function.graph.as_graph_def()
     for node in graph_def.node:
+        if "_class" in node.attr:  # "beside its variable" would mean: beside the traced function's input, on the tower
+            del node.attr["_class"]
         if "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
             node.attr["seed2"].i += number  # an op with a seed of its own would draw the same in every tower
     values = tf.nest.flatten(inputs, expand_composites=True) + [graph.capture(t) for t in function.captured_inputs]

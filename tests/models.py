@@ -83,6 +83,22 @@ def embedding():
     return Model(model_fn, table.trainable_variables + head.trainable_variables, [], batch)
 
 
+def embedding_layer():
+    """Keras's own layer, as most people use it: it asks for ops beside the variable, which lives elsewhere."""
+    table, head = layers.Embedding(20, 4, dtype="float64"), layers.Dense(3, dtype="float64")
+    net = keras.Sequential([table, layers.Flatten(), head])
+    net.build((None, 5))
+
+    def model_fn(input_fn):
+        words, y = input_fn()
+        return cross_entropy(y, net(words))
+
+    def batch(rng, n):
+        return rng.integers(0, 20, (n, 5)), rng.integers(0, 3, n)
+
+    return Model(model_fn, net.trainable_variables, [], batch)
+
+
 def tied_embedding():
     """The same matrix looks words up (a sparse gradient) and scores the next word (a dense one)."""
     rng = np.random.default_rng(1)
@@ -228,6 +244,7 @@ MODELS = {
     "batch norm": batch_norm,
     "dropout": dropout,
     "embedding": embedding,
+    "embedding layer": embedding_layer,
     "tied embedding": tied_embedding,
     "LSTM": recurrent(layers.LSTM),
     "GRU": recurrent(layers.GRU),
