@@ -739,6 +739,16 @@ def test_towers_that_sit_out_leave_the_others_on_their_own_devices(tmp_path):
     assert squares == {("tower_0", "CPU:1"), ("tower_2", "CPU:3")}
 
 
+def test_the_gradients_of_filters_and_biases_stay_apart(tmp_path):
+    """oneDNN fuses them into an op that takes longer than both (on processors where it is used)."""
+    model = build("convnet")
+    ops = collections.Counter(
+        op for _, op, _ in executed(parallel_step(model, OPTIMIZERS["SGD"](), make_steps(model, [2, 2])), tmp_path)
+    )
+    assert not [op for op in ops if op.endswith("BackpropFilterWithBias")]
+    assert ops["BiasAddGrad"] >= 4
+
+
 @pytest.mark.parametrize("towers", [2, 4])
 @pytest.mark.parametrize("where", ["before", "between", "after"])
 def test_the_towers_run_at_the_same_time(towers, where):
