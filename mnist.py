@@ -64,7 +64,9 @@ def training_model(core):
     return model_fn
 
 
-def training_dataset(epochs=5, batch_size=128, towers=1, data=DATA, seed=0, first_step=0, num_classes=10):
+def training_dataset(
+    epochs=5, batch_size=128, towers=1, data=DATA, seed=0, first_step=0, num_classes=10, global_batch=None
+):
     """The training data, one tower batch per element.
 
     Step s of an epoch trains on examples s·B to (s + 1)·B of that epoch's permutation, B = batch_size · towers being
@@ -79,6 +81,7 @@ def training_dataset(epochs=5, batch_size=128, towers=1, data=DATA, seed=0, firs
       seed: The order of epoch e depends on (seed, e) alone.
       first_step: The step to begin with, counted from the start of the first epoch: what a resumed run passes.
       num_classes: Labels must be below it.
+      global_batch: Examples per step, instead of `batch_size` for each tower; at least one for each.
 
     Returns:
       A `tf.data.Dataset` of (image, label): uint8 (batch, 28, 28) and int32 (batch,).
@@ -86,9 +89,13 @@ def training_dataset(epochs=5, batch_size=128, towers=1, data=DATA, seed=0, firs
     Raises:
       ValueError: if an argument is out of range; `DataError` if a file is missing or damaged.
     """
-    _check_arguments(epochs=(epochs, 1), batch_size=(batch_size, 1), towers=(towers, 1), first_step=(first_step, 0))
+    _check_arguments(epochs=(epochs, 1), towers=(towers, 1), first_step=(first_step, 0))
+    if global_batch is None:
+        _check_arguments(batch_size=(batch_size, 1))
+        global_batch = batch_size * towers
+    _check_arguments(global_batch=(global_batch, towers))
     images, labels = map(tf.constant, load(data, "train", num_classes))
-    count, steps = len(labels), math.ceil(len(labels) / (batch_size * towers))
+    count, steps = len(labels), math.ceil(len(labels) / global_batch)
     first_epoch, skipped = divmod(first_step, steps)
 
     def one_epoch(epoch):
@@ -96,7 +103,7 @@ def training_dataset(epochs=5, batch_size=128, towers=1, data=DATA, seed=0, firs
             tf.range(count), seed=tf.stack([tf.cast(seed, tf.int64), epoch])
         )
         start = tf.where(epoch == first_epoch, tf.cast(skipped, tf.int64), 0)
-        parts = _tower_batches(count, batch_size, towers, start)
+        parts = _tower_batches(count, global_batch, towers, start)
         return parts.map(
             lambda low, high: (tf.gather(images, order[low:high]), tf.gather(labels, order[low:high])),
             num_parallel_calls=2,
@@ -109,18 +116,18 @@ def test_dataset(batch_size=128, towers=1, data=DATA, num_classes=10):
     """The test data, one pass in file order, shared out like the training data; arguments and errors as there."""
     _check_arguments(batch_size=(batch_size, 1), towers=(towers, 1))
     images, labels = map(tf.constant, load(data, "t10k", num_classes))
-    parts = _tower_batches(len(labels), batch_size, towers)
+    parts = _tower_batches(len(labels), batch_size * towers, towers)
     return _prefetched(parts.map(lambda low, high: (images[low:high], labels[low:high])), towers)
 
 
-def _tower_batches(count, batch_size, towers, first_step=0):
+def _tower_batches(count, global_batch, towers, first_step=0):
     """The bounds [low, high) of each tower batch of an epoch, from step `first_step` on; none is empty."""
-    steps = math.ceil(count / (batch_size * towers))
+    steps = math.ceil(count / global_batch)
 
     def bounds(number):
         step, tower = number // towers, number % towers
-        start = step * batch_size * towers
-        size = tf.minimum(tf.cast(batch_size * towers, tf.int64), count - start)
+        start = step * global_batch
+        size = tf.minimum(tf.cast(global_batch, tf.int64), count - start)
         return start + size * tower // towers, start + size * (tower + 1) // towers
 
     numbers = tf.data.Dataset.range(first_step * towers, steps * towers)

@@ -12,7 +12,7 @@ import tempfile
 
 @contextlib.contextmanager
 def quiet_start(quiet=True):
-    """Holds back what is written to stderr inside the `with` block; shows it if the block raises.
+    """Holds back what is written to stderr inside the `with` block; shows it if the block raises what is not ours.
 
     Args:
       quiet: False holds nothing back and lets TensorFlow log all it has to say.
@@ -21,13 +21,15 @@ def quiet_start(quiet=True):
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
         yield
         return
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # its errors come as exceptions as well
     sys.stderr.flush()
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as held_back:
         os.dup2(held_back.fileno(), 2)
         try:
             yield
+        except ValueError:  # one of ours, which says all there is to say
+            raise
         except BaseException:
             held_back.seek(0)
             os.write(stderr, held_back.read())

@@ -87,6 +87,15 @@ def open_folder(folder, settings):
     return lock
 
 
+def saved_setting(folder, name, default):
+    """A setting of the run that the folder holds; `default` if it holds none."""
+    try:
+        with open(os.path.join(folder, "settings.json")) as file:
+            return json.load(file).get(name, default)
+    except OSError:
+        return default
+
+
 def restore(folder, core, optimizer, report=print):
     """Brings model and optimizer to the newest checkpoint that can be read, if there is one.
 
@@ -100,9 +109,18 @@ def restore(folder, core, optimizer, report=print):
       (step, loss, save): the number of steps done and the loss of the last one (0, None for a new run), and
       `save(step, loss)`, which writes a checkpoint and returns whether it could.
     """
+    elsewhere = []  # (variable, copy): what is on other devices or machines is saved from here
+
+    def here(variable):
+        if variable.value.device.endswith("/job:localhost/replica:0/task:0/device:CPU:0"):
+            return variable.value
+        with tf.device("/job:localhost/device:CPU:0"):
+            elsewhere.append((variable.value, tf.Variable(variable.value, trainable=False)))
+        return elsewhere[-1][1]
+
     state = tf.train.Checkpoint(
-        model=[variable.value for variable in core.variables],
-        optimizer=[variable.value for variable in optimizer.variables],
+        model=[here(variable) for variable in core.variables],
+        optimizer=[here(variable) for variable in optimizer.variables],
         step=tf.Variable(0, dtype=tf.int64, trainable=False),
         loss=tf.Variable(0.0, dtype=tf.float64, trainable=False),
     )
@@ -118,12 +136,16 @@ def restore(folder, core, optimizer, report=print):
             )
             _remove(folder, number)
             continue
+        for variable, copy in elsewhere:
+            variable.assign(copy)
         found = number
         report(f"resuming from step {number}, found in {folder}")
         break
     good = [found or 0]
 
     def save(step, loss):
+        for variable, copy in elsewhere:
+            copy.assign(variable)
         state.step.assign(step)
         state.loss.assign(tf.cast(loss, tf.float64))
         try:

@@ -5,6 +5,8 @@
     python train.py --parallel --towers 4              four towers
     python train.py --parallel --data DIR              another data set in MNIST's format, e.g. Fashion-MNIST
     python train.py --parallel --checkpoint-dir DIR    can be stopped at any time; the same command goes on
+    python train.py --serve PORT --trusted-network     lends this machine to others, for
+    python train.py --parallel --workers HOST:PORT,... a tower on every device of these machines
 
 Serial and parallel training are one loop around two kinds of step. This file wires the others together.
 """
@@ -27,6 +29,7 @@ with quiet_start(QUIET):
 import mnist
 import resume
 import watch
+import workers
 from explain import explain
 from fused_adam import FusedAdam
 from placement import CONTROLLER, assign_to_device, check_devices, device_options, tower_devices
@@ -48,7 +51,14 @@ def main(argv=None):
         return stop.code
     with contextlib.ExitStack() as opened:
         try:
+            if options.serve:
+                return workers.serve(options.serve, options.towers)
             job = prepare(options, opened)
+        except workers.Lost as error:
+            return fail(error, 1)
+        except tf.errors.OpError as error:
+            workers.blame(options.machines)
+            return fail(error, 2)
         except (ValueError, RuntimeError) as error:
             return fail(error, 2)
         try:
@@ -56,6 +66,7 @@ def main(argv=None):
         except resume.Stopped as stop:
             return 128 + stop.signal
         except (tf.errors.OpError, ValueError) as error:
+            workers.blame(options.machines)
             return fail(error, 1)
 
 
@@ -64,10 +75,21 @@ def prepare(options, opened):
     job = types.SimpleNamespace(controllers=options.controller.split(","))
     with quiet_start(QUIET):
         device_options(log_placement=options.log_device_placement)
-        job.devices = tower_devices(options.towers) if options.parallel else []
+        if options.workers:
+            job.devices, job.controllers = workers.connect(options.workers, job.controllers, options.address)
+            opened.callback(workers.watch(options.machines))
+            if len(job.devices) < (options.towers or 0):
+                raise ValueError(f"{options.towers} towers asked for, but the workers have {len(job.devices)} devices")
+            job.devices = job.devices[: options.towers]
+        else:
+            job.devices = tower_devices(options.towers) if options.parallel else []
         check_devices(job.controllers)
     job.towers = len(job.devices) or 1
     job.global_batch = options.batch_size * job.towers
+    if options.workers and options.checkpoint_dir:  # fewer workers than before share what all shared
+        job.global_batch = max(
+            job.towers, resume.saved_setting(options.checkpoint_dir, "global batch", job.global_batch)
+        )
     job.images = mnist.count_examples(options.data)
     job.test_data = mnist.test_dataset(batch_size=1000, data=options.data)
     job.check_stop = opened.enter_context(resume.stop_signals())
@@ -87,7 +109,7 @@ def prepare(options, opened):
     if options.logdir:
         job.board = watch.board(options.logdir, settings, job.first_step if options.checkpoint_dir else None)
     job.training_data = mnist.training_dataset(
-        options.epochs, options.batch_size, job.towers, options.data, options.seed, job.first_step
+        options.epochs, None, job.towers, options.data, options.seed, job.first_step, global_batch=job.global_batch
     )
     return job
 
@@ -143,7 +165,7 @@ def train(options, job):
 
     loss, rate = job.loss, 0.0
     if job.first_step < total:
-        batches = tower_batches(job.training_data, job.images, options.batch_size, job.towers, job.first_step)
+        batches = tower_batches(job.training_data, job.images, job.global_batch, job.towers, job.first_step)
         loop = {"images": job.images, "global_batch": job.global_batch, "first_step": job.first_step}
         loop |= {"after_step": after_step, "after_epoch": after_epoch}
         model_fn, variables = mnist.training_model(job.core), job.core.trainable_variables
@@ -261,7 +283,7 @@ def check_finite(loss, step):
         raise ValueError(f"the loss is {float(loss)} after step {step}: try a smaller learning rate")
 
 
-def tower_batches(dataset, images, batch_size, towers, first_step=0):
+def tower_batches(dataset, images, global_batch, towers, first_step=0):
     """Iterates over the tower batches of `mnist.training_dataset`, as many per step as there are towers.
 
     The last step of an epoch may have fewer examples than there are towers, and then has fewer batches: None stands for
@@ -269,13 +291,13 @@ def tower_batches(dataset, images, batch_size, towers, first_step=0):
 
     Args:
       dataset: One tower batch per element.
-      images, batch_size, towers: Number of images in an epoch, in a tower batch, and of towers.
+      images, global_batch, towers: Number of images in an epoch and in a step, and of towers.
       first_step: The step that the data set begins with.
 
     Yields:
       Tower batches, or None.
     """
-    full_steps, rest = divmod(images, batch_size * towers)
+    full_steps, rest = divmod(images, global_batch)
     per_epoch = full_steps * towers + min(rest, towers)
     before = first_step % (full_steps + bool(rest)) * towers
     for number, batch in enumerate(dataset, start=before + 1):
@@ -286,17 +308,18 @@ def tower_batches(dataset, images, batch_size, towers, first_step=0):
 
 def test_accuracy(core, dataset):
     """The share of test images that the model classifies right, from 0 to 1."""
-
-    @tf.function(reduce_retracing=True)
-    def count_right(image, label):
-        logits = core(tf.image.convert_image_dtype(image, tf.float32), training=False)
-        return tf.reduce_sum(tf.cast(tf.argmax(logits, 1, tf.int32) == label, tf.int32))
-
     right, count = 0, 0
     for image, label in dataset:
-        right += int(count_right(image, label))
+        right += int(count_right(core, image, label))
         count += len(label)
     return right / count
+
+
+@tf.function(reduce_retracing=True)
+def count_right(core, image, label):
+    """How many images of a batch the model classifies right."""
+    logits = core(tf.image.convert_image_dtype(image, tf.float32), training=False)
+    return tf.reduce_sum(tf.cast(tf.argmax(logits, 1, tf.int32) == label, tf.int32))
 
 
 def explain_step(options, job):
@@ -331,7 +354,20 @@ def parse_arguments(argv):
     add = parser.add_argument
     add("--parallel", action="store_true", help="one tower per device, instead of one device")
     add("--towers", type=positive(int), metavar="N", help="number of towers (default: all GPUs; without a GPU, 2)")
-    add("--controller", default=CONTROLLER, metavar="DEV", help="device that holds the variables, or several: A,B")
+    add(
+        "--controller",
+        default=CONTROLLER,
+        metavar="DEV",
+        help="what holds the variables: a device, HOST:PORT, or several",
+    )
+    add("--workers", metavar="HOST:PORT,...", help="towers on other machines, where --serve runs")
+    add(
+        "--address",
+        metavar="HOST",
+        help="HOST or HOST:PORT under which the workers reach this machine, if not by route",
+    )
+    add("--serve", type=positive(int), metavar="PORT", help="lend this machine's devices; needs --trusted-network")
+    add("--trusted-network", action="store_true", help="only trusted machines can reach this one")
     add("--epochs", type=positive(int), default=2, metavar="N", help="passes over the data (default: 2)")
     add("--batch-size", type=positive(int), default=128, metavar="N", help="images per tower and step (default: 128)")
     add("--learning-rate", type=positive(float), default=1e-3, metavar="X", help="Adam's (default: 0.001)")
@@ -346,9 +382,21 @@ def parse_arguments(argv):
     add("--explain", action="store_true", help="first measure where the time of a parallel step goes")
     add("--log-device-placement", action="store_true", help="log the device of every op")
     options = parser.parse_args(argv)
-    for name in ("towers", "controller", "explain"):
-        if getattr(options, name) != parser.get_default(name) and not options.parallel:
+    for name in ("towers", "controller", "explain", "workers"):
+        if getattr(options, name) != parser.get_default(name) and not options.parallel and not options.serve:
             parser.error(f"--{name} needs --parallel")
+    if options.serve and (options.parallel or options.workers):
+        parser.error("--serve lends this machine and does not train: leave out --parallel and --workers")
+    if options.serve and not options.trusted_network:
+        parser.error(
+            "--serve lets whoever can reach this machine run anything on it, as you: TensorFlow's server listens on "
+            "all interfaces and asks for no password; give --trusted-network if that is only machines you trust"
+        )
+    options.workers = options.workers.split(",") if options.workers else []
+    servers = [controller for controller in options.controller.split(",") if workers.is_address(controller)]
+    if (servers or options.address) and not options.workers:
+        parser.error(f"{'--controller ' + servers[0] if servers else '--address'} needs --workers")
+    options.machines = list(dict.fromkeys(options.workers + servers))
     if options.save and not options.save.endswith(".keras"):
         parser.error(f"--save needs a name that ends in .keras, not {options.save}")
     return options
@@ -368,8 +416,10 @@ def positive(number):
 
 
 def short_name(device):
-    """/job:localhost/replica:0/task:0/device:CPU:0 -> CPU:0; what is not on this machine keeps its job and task."""
-    return device.removeprefix("/job:localhost/replica:0/task:0").removeprefix("/device:").removeprefix("/")
+    """/job:localhost/replica:0/task:0/device:CPU:0 -> CPU:0; with job:worker and task:1 -> worker 1 CPU:0"""
+    spec = tf.DeviceSpec.from_string(device)
+    where = f"{spec.job} {spec.task} " if spec.job not in (None, "localhost") else ""
+    return f"{where}{spec.device_type}:{spec.device_index}"
 
 
 def fail(error, code):
