@@ -91,8 +91,7 @@ def _shares(weights, count):
         raise ValueError(
             f"there are {count} towers but {len(weights)} weights: give one per tower, its number of examples"
         )
-    # A Python number is not cast: that would make a float32 of it first.
-    weights = [tf.cast(w, tf.float64) if tf.is_tensor(w) else tf.constant(w, tf.float64) for w in weights]
+    weights = [_weight(weight, i) for i, weight in enumerate(weights)]
     known = [tf.get_static_value(weight) for weight in weights]
     for i, weight in enumerate(known):
         if weight is not None and not 0 <= weight < float("inf"):
@@ -105,6 +104,15 @@ def _shares(weights, count):
         tf.debugging.assert_positive(total, "the towers' weights sum to zero")
         tf.debugging.assert_less(total, tf.constant(float("inf"), tf.float64), "a tower's weight is not finite")
     return [weight / total for weight in weights]
+
+
+def _weight(weight, i):
+    try:  # a Python number is not cast: that would make a float32 of it first
+        tensor = tf.cast(weight, tf.float64) if tf.is_tensor(weight) else tf.constant(weight, tf.float64)
+        tensor.shape.assert_is_compatible_with([])
+        return tensor
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the weight of tower {i} is {weight!r}: it must be one number, its examples") from error
 
 
 def _check_same_variables(towers):

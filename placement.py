@@ -13,6 +13,7 @@ import tensorflow as tf
 
 CONTROLLER = "/CPU:0"
 _placed = threading.local()  # .now: a scope further in is placing a variable
+_own_threads = 0  # threads per op as `tower_devices` has set them
 
 
 @contextlib.contextmanager
@@ -65,9 +66,16 @@ def assign_to_device(device, controller=CONTROLLER):
 def check_devices(devices):
     """Raises ValueError if a device does not exist: with soft placement TensorFlow would quietly take another one."""
     there = [device.name for device in tf.config.list_logical_devices()]
+    here = tf.DeviceSpec.from_string("/job:localhost/replica:0/task:0")  # what the names of its own devices leave out
+    known = [here.make_merged_spec(tf.DeviceSpec.from_string(name)) for name in there]
     for device in devices:
-        spec = tf.DeviceSpec.from_string(device)
-        if all(_conflict(spec, tf.DeviceSpec.from_string(name)) for name in there):
+        try:
+            spec = tf.DeviceSpec.from_string(device)
+        except (ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{device!r} is not the name of a device: write, for instance, /CPU:0 or /GPU:1"
+            ) from error
+        if all(_conflict(spec, other) for other in known):
             raise ValueError(f"there is no device {device}; there are {', '.join(there)}")
 
 
@@ -135,6 +143,7 @@ def _gpu_towers(gpus, count):
 
 
 def _cpu_towers(count):
+    global _own_threads
     cpu = tf.config.get_visible_devices("CPU")[0]
     there = len(tf.config.get_logical_device_configuration(cpu) or [cpu])
     if there < count + 1:
@@ -144,9 +153,11 @@ def _cpu_towers(count):
             ),
             f"{count} CPU towers asked for and there are {there - 1} beside the controller",
         )
-        if not tf.config.threading.get_intra_op_parallelism_threads():
-            tf.config.threading.set_intra_op_parallelism_threads(max(1, (os.cpu_count() or 1) // count))
-            tf.config.threading.set_inter_op_parallelism_threads(max(count, os.cpu_count() or 1))
+        cores = os.cpu_count() or 1
+        if tf.config.threading.get_intra_op_parallelism_threads() in (0, _own_threads):  # not set by the user
+            _own_threads = max(1, cores // count)
+            tf.config.threading.set_intra_op_parallelism_threads(_own_threads)
+            tf.config.threading.set_inter_op_parallelism_threads(max(count, cores))
     return [f"/device:CPU:{i}" for i in range(1, count + 1)]
 
 

@@ -38,7 +38,10 @@ def mutants(source):
         except TypeError:  # one that must be told what to look for
             continue
         for occurrence in range(1000):
-            mutated = mutate(source, operator, occurrence)
+            try:
+                mutated = mutate(source, operator, occurrence)
+            except AttributeError:  # cosmic-ray cannot replace one of several exceptions
+                continue
             if mutated is None:
                 break
             yield name, mutated

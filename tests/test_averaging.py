@@ -224,6 +224,12 @@ def test_weights_may_be_numbers_or_tensors(weights):
     np.testing.assert_allclose(average_of([tf.zeros([4, 3]), tf.ones([4, 3])], weights), np.full((4, 3), 0.75))
 
 
+@pytest.mark.parametrize("weight", ["many", None, [1, 2], np.ones(3)])
+def test_a_weight_that_is_no_number_is_named(weight):
+    with pytest.raises(ValueError, match="^the weight of tower 1 is .*: it must be one number"):
+        average_of([tf.zeros([4, 3]), tf.ones([4, 3])], [1, weight])
+
+
 def test_a_tower_of_weight_zero_does_not_count():
     np.testing.assert_array_equal(average_of([tf.ones([4, 3]), 9 * tf.ones([4, 3])], [5, 0]), np.ones((4, 3)))
 

@@ -270,6 +270,24 @@ def test_devices_of_other_machines_that_do_not_exist_are_named(monkeypatch):
             check_devices([there[0], absent])
 
 
+def test_a_machine_that_is_not_connected_has_no_devices():
+    with pytest.raises(ValueError, match="there is no device /job:worker/task:0; there are /device:CPU:0, "):
+        check_devices(["/job:worker/task:0"])
+    check_devices(["/job:localhost/task:0/device:CPU:1", "/device:CPU:1", "/CPU:1", "/job:localhost"])
+
+
+@pytest.mark.parametrize("name", ["/CPU:x", "CPU/0/1:", "/nonsense", 3])
+def test_what_is_no_device_name_is_named(name):
+    with pytest.raises(ValueError, match="is not the name of a device: write, for instance, /CPU:0 or /GPU:1"):
+        check_devices([name])
+
+
+@pytest.mark.parametrize("inner", [DEVICES[0], DEVICES[7]])
+def test_an_inner_scope_is_respected_whatever_its_number(inner):
+    with assign_to_device(DEVICES[3]), tf.device(inner):
+        assert place(tf.Variable(1.0)) == inner.split("device:")[-1]
+
+
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", True])
 def test_a_number_of_towers_is_a_whole_number_of_at_least_one(count):
     with pytest.raises(ValueError, match=f"^the number of towers must be .* at least 1, not {count!r}$"):
@@ -392,6 +410,8 @@ assert get_available_gpus() == []  # which starts nothing
 assert towers() == ["/device:CPU:1", "/device:CPU:2"]
 assert tf.config.threading.get_inter_op_parallelism_threads() == max(2, os.cpu_count())
 assert len(towers(4)) == 4
+assert tf.config.threading.get_inter_op_parallelism_threads() == max(4, os.cpu_count())
+assert tf.config.threading.get_intra_op_parallelism_threads() == max(1, os.cpu_count() // 4)
 assert len(towers(3)) == 3
 assert len(tf.config.list_logical_devices()) == 5
 assert len(towers(3)) == 3 and len(towers(4)) == 4  # late, but they are there
@@ -401,7 +421,19 @@ except RuntimeError as error:
     assert str(error).startswith("too late: 5 CPU towers asked for and there are 4 beside the controller"), error
 else:
     raise SystemExit("no error")
-assert tf.config.threading.get_intra_op_parallelism_threads() == max(1, os.cpu_count() // 2)
+""")
+
+
+@pytest.mark.parametrize("count, cores", [(1, 2), (3, 2), (2, 8), (3, 8), (2, None)])
+def test_towers_share_the_cores_and_there_is_a_device_for_each(count, cores):
+    in_a_fresh_process(f"""
+import os
+os.cpu_count = lambda: {cores}
+assert len(towers({count})) == {count}
+assert tf.config.threading.get_intra_op_parallelism_threads() == max(1, {cores or 1} // {count})
+assert tf.config.threading.get_inter_op_parallelism_threads() == max({count}, {cores or 1})
+assert len(tf.config.list_logical_devices()) == {count} + 1
+assert len(towers({count})) == {count}  # late, but they are there
 """)
 
 
@@ -422,6 +454,8 @@ for what, call in late.items():
 
 def test_device_options_take_effect():
     done = in_a_fresh_process("""
+device_options(threads=1)
+assert tf.config.threading.get_intra_op_parallelism_threads() == 1
 device_options(soft_placement=False, log_placement=True, threads=3)
 towers(2)
 assert tf.config.threading.get_intra_op_parallelism_threads() == 3
