@@ -254,6 +254,7 @@ MODELS = {
     "tf.Module": module,
     "inner device": inner_device,
     "float16": of_dtype("float16", 2e-2),
+    "mixed_float16": of_dtype("mixed_float16", 2e-2),
     "mixed_bfloat16": of_dtype("mixed_bfloat16", 2e-2),
     "ResNet-50": resnet50,
 }
