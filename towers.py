@@ -87,12 +87,17 @@ def create_parallel_optimization(model_fn, input_fn, optimizer, devices=None, co
     return train_step
 
 
+def create_asynchronous_optimization(*args, **kwargs):
+    """The same arguments, but towers do not wait for each other: see asynchronous.py, which builds on this file."""
+    import asynchronous
+
+    return asynchronous.create_asynchronous_optimization(*args, **kwargs)
+
+
 def _build_step(tower, spec, optimizer, devices, controller, weighted):
     """Builds the graph of a step: the towers side by side, then the average, then the update."""
     of_keras = isinstance(optimizer, keras.Optimizer)
-    if of_keras and not optimizer.built:
-        with tf.device(controller):  # Keras makes each slot beside its variable, and the rest here
-            optimizer.build(tower.variables)
+    _build_optimizer(optimizer, tower, controller)
 
     def step(batches, sizes):
         with tf.device(controller):
@@ -117,8 +122,16 @@ def _build_step(tower, spec, optimizer, devices, controller, weighted):
     return tf.function(step, autograph=False).get_concrete_function([spec] * len(devices), sizes)
 
 
-def _replicate(tower, number, inputs):
+def _build_optimizer(optimizer, tower, controller):
+    if isinstance(optimizer, keras.Optimizer) and not optimizer.built:
+        with tf.device(controller):  # Keras makes each slot beside its variable, and the rest here
+            optimizer.build(tower.variables)
+
+
+def _replicate(tower, number, inputs, instead=None):
     """Puts the traced tower into the graph being built, on the device in scope, under the name `tower_<number>`.
+
+    `instead` names other variables for it to use: the id of a handle -> the handle of another.
 
     Why not call the traced function? A call is a single op to its neighbours: if the model updates state (a moving
     average, a seed), tower 1 would wait for the last such update of tower 0, deep in its forward pass. Ops that stand
@@ -132,7 +145,8 @@ def _replicate(tower, number, inputs):
             del node.attr["_class"]
         if "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
             node.attr["seed2"].i += number  # an op with a seed of its own would draw the same in every tower
-    values = tf.nest.flatten(inputs, expand_composites=True) + [graph.capture(t) for t in function.captured_inputs]
+    captured = [(instead or {}).get(id(outer), outer) for outer in function.captured_inputs]
+    values = tf.nest.flatten(inputs, expand_composites=True) + [graph.capture(outer) for outer in captured]
     outputs = tf.graph_util.import_graph_def(
         graph_def,
         input_map={inner.name: value for inner, value in zip(function.inputs, values)},
@@ -227,9 +241,18 @@ def _tf_variable(variable):
 
 def _written_by(function):
     """The variables that a traced function does more to than read them: moving averages, seeds."""
+
+    def only_reads(op, handle):
+        if op.type in ("ReadVariableOp", "ResourceGather"):
+            return True
+        try:  # a loop or a call, of a recurrent layer for instance, says which of its inputs it does not write to
+            read = op.get_attr("_read_only_resource_inputs")
+        except ValueError:
+            return False
+        return all(i in read for i, value in enumerate(op.inputs) if value is handle)
+
     handles = zip(function.captured_inputs, function.inputs[-len(function.captured_inputs) :])
-    reads = ("ReadVariableOp", "ResourceGather")
-    written = {id(outer) for outer, inner in handles if any(op.type not in reads for op in inner.consumers())}
+    written = {id(outer) for outer, inner in handles if not all(only_reads(op, inner) for op in inner.consumers())}
     return [variable for variable in function.graph.variables if id(variable.handle) in written]
 
 
@@ -243,17 +266,22 @@ def _pull_batches(input_fn, count):
             message = f"the data ended at tower {number} of {count}; this step has trained nothing"
             raise tf.errors.OutOfRangeError(None, None, message) from error
         if batch is not None:
-            if not all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(batch)):
-                batch = tf.nest.map_structure(lambda x: x if tf.is_tensor(x) else tf.convert_to_tensor(x), batch)
-            batches[number] = batch
-            if _examples(batches[number], number) == 0:
-                raise ValueError(
-                    f"tower {number} got an empty batch, {_describe(batches[number])}: "
-                    "give every tower an example, or None to let it sit the step out"
-                )
+            batches[number] = _check_batch(batch, number)
     if not batches:
         raise tf.errors.OutOfRangeError(None, None, "the data ended: there is no batch for any tower")
     return batches
+
+
+def _check_batch(batch, number):
+    """The batch as tensors; ValueError if there is no example in it."""
+    if not all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(batch)):
+        batch = tf.nest.map_structure(lambda x: x if tf.is_tensor(x) else tf.convert_to_tensor(x), batch)
+    if _examples(batch, number) == 0:
+        raise ValueError(
+            f"tower {number} got an empty batch, {_describe(batch)}: "
+            "give every tower an example, or None to let it sit the step out"
+        )
+    return batch
 
 
 def _examples(batch, number):
@@ -319,8 +347,12 @@ def _failed_tower(tower, batches, devices):
             with tf.device(devices[number]):
                 tower.function(batch, tf.ones([]))
         except tf.errors.OpError as error:
-            reason = re.search(r"^\s*(?:\(\d+\) [A-Z_]+: +)?(.*)\n\s*\[\[{{node", error.message, re.MULTILINE)
-            reason = reason[1] if reason else error.message
-            message = f"tower {number} ({devices[number]}) failed, and no variable was changed: {reason}"
+            message = f"tower {number} ({devices[number]}) failed, and no variable was changed: {_reason(error)}"
             return type(error)(error.node_def, error.op, message)
     return None
+
+
+def _reason(error):
+    """The line of an op's error that says what is wrong."""
+    reason = re.search(r"^\s*(?:\(\d+\) [A-Z_]+: +)?(.*)\n\s*\[\[{{node", error.message, re.MULTILINE)
+    return reason[1] if reason else error.message

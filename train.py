@@ -3,6 +3,7 @@
     python train.py                                    one device
     python train.py --parallel                         a tower on every GPU; without a GPU, two towers on the CPU
     python train.py --parallel --towers 4              four towers
+    python train.py --parallel --asynchronous          towers that do not wait for each other
     python train.py --parallel --data DIR              another data set in MNIST's format, e.g. Fashion-MNIST
     python train.py --parallel --checkpoint-dir DIR    can be stopped at any time; the same command goes on
     python train.py --serve PORT --trusted-network     lends this machine to others, for
@@ -33,7 +34,7 @@ import workers
 from explain import explain
 from fused_adam import FusedAdam
 from placement import CONTROLLER, assign_to_device, check_devices, device_options, tower_devices
-from towers import create_parallel_optimization
+from towers import create_asynchronous_optimization, create_parallel_optimization
 
 
 def main(argv=None):
@@ -85,11 +86,11 @@ def prepare(options, opened):
             job.devices = tower_devices(options.towers) if options.parallel else []
         check_devices(job.controllers)
     job.towers = len(job.devices) or 1
-    job.global_batch = options.batch_size * job.towers
+    job.batches_per_step = 1 if options.asynchronous else job.towers
+    job.global_batch = options.batch_size * job.batches_per_step
     if options.workers and options.checkpoint_dir:  # fewer workers than before share what all shared
-        job.global_batch = max(
-            job.towers, resume.saved_setting(options.checkpoint_dir, "global batch", job.global_batch)
-        )
+        saved = resume.saved_setting(options.checkpoint_dir, "global batch", job.global_batch)
+        job.global_batch = max(job.batches_per_step, saved)
     job.images = mnist.count_examples(options.data)
     job.test_data = mnist.test_dataset(batch_size=1000, data=options.data)
     job.check_stop = opened.enter_context(resume.stop_signals())
@@ -109,7 +110,7 @@ def prepare(options, opened):
     if options.logdir:
         job.board = watch.board(options.logdir, settings, job.first_step if options.checkpoint_dir else None)
     job.training_data = mnist.training_dataset(
-        options.epochs, None, job.towers, options.data, options.seed, job.first_step, global_batch=job.global_batch
+        options.epochs, None, job.batches_per_step, options.data, options.seed, job.first_step, 10, job.global_batch
     )
     return job
 
@@ -130,20 +131,22 @@ def train(options, job):
     print("work on:", ", ".join(map(short_name, job.devices or [tf.constant(0.0).device])), flush=True)
     total = options.epochs * -(-job.images // job.global_batch)
     show = watch.progress(total)
-    saved, accuracy = True, None
+    saved, accuracy, due = True, None, False
 
-    def after_step(step, loss, rate):
-        nonlocal saved
+    def after_step(step, loss, rate, at_rest=lambda: True):
+        nonlocal saved, due
         show(step, loss, rate)
         if options.logdir and step % watch.EVERY == 0:
             job.board.scalars(step, loss=loss, images_per_s=rate, learning_rate=job.optimizer.learning_rate)
-        if options.checkpoint_dir and (step % options.checkpoint_every == 0 or step == total):
-            saved = checkpoint(step, loss)
+        due = due or bool(options.checkpoint_dir) and (step % options.checkpoint_every == 0 or step == total)
+        if due and at_rest():
+            saved, due = checkpoint(step, loss), False
         try:
             job.check_stop()
         except resume.Stopped as stop:
-            explain_stop(stop, step, loss)
-            raise
+            if not options.checkpoint_dir or at_rest():
+                explain_stop(stop, step, loss)
+                raise
 
     def checkpoint(step, loss):
         if options.logdir:
@@ -165,16 +168,15 @@ def train(options, job):
 
     loss, rate = job.loss, 0.0
     if job.first_step < total:
-        batches = tower_batches(job.training_data, job.images, job.global_batch, job.towers, job.first_step)
+        batches = tower_batches(job.training_data, job.images, job.global_batch, job.batches_per_step, job.first_step)
         loop = {"images": job.images, "global_batch": job.global_batch, "first_step": job.first_step}
         loop |= {"after_step": after_step, "after_epoch": after_epoch}
         model_fn, variables = mnist.training_model(job.core), job.core.trainable_variables
         if options.parallel:
             if options.logdir:
                 loop["first_graph"] = job.board.graph
-            loss, rate = parallel_training(
-                model_fn, batches, job.optimizer, job.devices, job.controllers, variables, **loop
-            )
+            training = asynchronous_training if options.asynchronous else parallel_training
+            loss, rate = training(model_fn, batches, job.optimizer, job.devices, job.controllers, variables, **loop)
         else:
             loss, rate = serial_training(model_fn, batches, job.optimizer, variables, **loop)
     if options.save:
@@ -227,6 +229,45 @@ def parallel_training(model_fn, batches, optimizer, devices=None, controller=CON
     input_fn = functools.partial(next, batches)
     train_step = create_parallel_optimization(model_fn, input_fn, optimizer, devices, controller, variables)
     return do_training(train_step, **loop)
+
+
+def asynchronous_training(
+    model_fn, batches, optimizer, devices=None, controller=CONTROLLER, variables=None, after_step=None, **loop
+):
+    """Trains with towers that do not wait for each other: `do_training` around the asynchronous step.
+
+    Prints the staleness of the updates in the end: how many updates by other towers each of them was late.
+
+    Args:
+      model_fn, optimizer, devices, controller, variables: As for `create_asynchronous_optimization`.
+      batches: An iterator over the tower batches, one per step.
+      after_step: As for `do_training`; called with `at_rest` as well, see `create_asynchronous_optimization`.
+      **loop: What else `do_training` takes.
+
+    Returns:
+      What `do_training` returns.
+    """
+    if loop.get("images"):
+        steps_per_epoch = -(-loop["images"] // loop["global_batch"])
+        batches = rest_between_epochs(batches, steps_per_epoch, loop.get("first_step", 0))
+    input_fn = functools.partial(next, batches)
+    train_step = create_asynchronous_optimization(model_fn, input_fn, optimizer, devices, controller, variables)
+    if after_step:
+        loop["after_step"] = functools.partial(after_step, at_rest=train_step.at_rest)
+    with contextlib.closing(train_step):
+        loss, rate = do_training(train_step, **loop)
+    staleness = train_step.staleness
+    mean = sum(late * count for late, count in staleness.items()) / staleness.total()
+    print(f"staleness: mean {mean:.2f}, max {max(staleness)}")
+    return loss, rate
+
+
+def rest_between_epochs(batches, steps_per_epoch, first_step):
+    """Adds None after the last batch of an epoch: all updates of an epoch come before the first of the next."""
+    for step, batch in enumerate(batches, start=first_step + 1):
+        yield batch
+        if step % steps_per_epoch == 0:
+            yield None
 
 
 def do_training(
@@ -345,7 +386,7 @@ def settings_of(options, job):
         "optimizer": {name: repr(value) for name, value in optimizer.items() if name != "name"},
         "global batch": job.global_batch,
         "mixed precision": options.mixed_precision,
-    }
+    } | ({"asynchronous": True} if options.asynchronous else {})
 
 
 def parse_arguments(argv):
@@ -354,6 +395,7 @@ def parse_arguments(argv):
     add = parser.add_argument
     add("--parallel", action="store_true", help="one tower per device, instead of one device")
     add("--towers", type=positive(int), metavar="N", help="number of towers (default: all GPUs; without a GPU, 2)")
+    add("--asynchronous", action="store_true", help="towers do not wait for each other, each updates by itself")
     add(
         "--controller",
         default=CONTROLLER,
@@ -382,7 +424,7 @@ def parse_arguments(argv):
     add("--explain", action="store_true", help="first measure where the time of a parallel step goes")
     add("--log-device-placement", action="store_true", help="log the device of every op")
     options = parser.parse_args(argv)
-    for name in ("towers", "controller", "explain", "workers"):
+    for name in ("towers", "asynchronous", "controller", "explain", "workers"):
         if getattr(options, name) != parser.get_default(name) and not options.parallel and not options.serve:
             parser.error(f"--{name} needs --parallel")
     if options.serve and (options.parallel or options.workers):
@@ -397,6 +439,9 @@ def parse_arguments(argv):
     if (servers or options.address) and not options.workers:
         parser.error(f"{'--controller ' + servers[0] if servers else '--address'} needs --workers")
     options.machines = list(dict.fromkeys(options.workers + servers))
+    for name in ("deterministic", "explain"):
+        if options.asynchronous and getattr(options, name):
+            parser.error(f"--{name} is for towers that wait for each other: leave out --asynchronous")
     if options.save and not options.save.endswith(".keras"):
         parser.error(f"--save needs a name that ends in .keras, not {options.save}")
     return options
