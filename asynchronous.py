@@ -62,8 +62,8 @@ def create_asynchronous_optimization(
 
     Raises:
       ValueError: As for `create_parallel_optimization`.
-      tf.errors.OutOfRangeError: By `train_step`, when the data have ended (`input_fn` raised it, or StopIteration, or
-        returned None as often in a row as there are towers) and all batches taken have been applied.
+      tf.errors.OutOfRangeError: By `train_step`, when all batches taken have been applied and the data have ended:
+        `input_fn` raised it, or StopIteration, or returned None more often in a row than there are towers.
       tf.errors.OpError: By `train_step`, if an op of a tower fails; the message names the tower. The others are waited
         for and what they computed is dropped; every later call raises the same error.
 
@@ -115,7 +115,7 @@ def create_asynchronous_optimization(
     def next_batch():
         """The next batch; None if there is none before the towers at work are done."""
         nonlocal ended
-        for _ in devices:
+        for _ in range(len(devices) + 1):
             try:
                 batch = None if ended else input_fn()
             except (StopIteration, tf.errors.OutOfRangeError) as error:
