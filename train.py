@@ -12,7 +12,6 @@
 Serial and parallel training are one loop around two kinds of step. This file wires the others together.
 """
 
-import argparse
 import contextlib
 import functools
 import sys
@@ -33,6 +32,7 @@ import watch
 import workers
 from explain import explain
 from fused_adam import FusedAdam
+from options import parse_arguments
 from placement import CONTROLLER, assign_to_device, check_devices, device_options, tower_devices
 from towers import create_asynchronous_optimization, create_parallel_optimization
 
@@ -387,77 +387,6 @@ def settings_of(options, job):
         "global batch": job.global_batch,
         "mixed precision": options.mixed_precision,
     } | ({"asynchronous": True} if options.asynchronous else {})
-
-
-def parse_arguments(argv):
-    """The command line; argparse prints what is wrong with it and exits with code 2."""
-    parser = argparse.ArgumentParser(prog="train.py", description="Trains the MNIST classifier, serially or on towers.")
-    add = parser.add_argument
-    add("--parallel", action="store_true", help="one tower per device, instead of one device")
-    add("--towers", type=positive(int), metavar="N", help="number of towers (default: all GPUs; without a GPU, 2)")
-    add("--asynchronous", action="store_true", help="towers do not wait for each other, each updates by itself")
-    add(
-        "--controller",
-        default=CONTROLLER,
-        metavar="DEV",
-        help="what holds the variables: a device, HOST:PORT, or several",
-    )
-    add("--workers", metavar="HOST:PORT,...", help="towers on other machines, where --serve runs")
-    add(
-        "--address",
-        metavar="HOST",
-        help="HOST or HOST:PORT under which the workers reach this machine, if not by route",
-    )
-    add("--serve", type=positive(int), metavar="PORT", help="lend this machine's devices; needs --trusted-network")
-    add("--trusted-network", action="store_true", help="only trusted machines can reach this one")
-    add("--epochs", type=positive(int), default=2, metavar="N", help="passes over the data (default: 2)")
-    add("--batch-size", type=positive(int), default=128, metavar="N", help="images per tower and step (default: 128)")
-    add("--learning-rate", type=positive(float), default=1e-3, metavar="X", help="Adam's (default: 0.001)")
-    add("--data", default=mnist.DATA, metavar="DIR", help="folder of the four MNIST files (default: data)")
-    add("--seed", type=int, default=0, metavar="N", help="seed of the weights and of the order (default: 0)")
-    add("--mixed-precision", action="store_true", help="compute in bfloat16, keep the weights in float32")
-    add("--checkpoint-dir", metavar="DIR", help="save the run there, and go on with the run saved there")
-    add("--checkpoint-every", type=positive(int), default=100, metavar="STEPS", help="how often (default: 100)")
-    add("--deterministic", action="store_true", help="the same bits in every run, whatever it costs in speed")
-    add("--save", metavar="FILE.keras", help="write the trained model, which takes floats from 0 to 1")
-    add("--logdir", metavar="DIR", help="write curves, settings and the graph there, for TensorBoard")
-    add("--explain", action="store_true", help="first measure where the time of a parallel step goes")
-    add("--log-device-placement", action="store_true", help="log the device of every op")
-    options = parser.parse_args(argv)
-    for name in ("towers", "asynchronous", "controller", "explain", "workers"):
-        if getattr(options, name) != parser.get_default(name) and not options.parallel and not options.serve:
-            parser.error(f"--{name} needs --parallel")
-    if options.serve and (options.parallel or options.workers):
-        parser.error("--serve lends this machine and does not train: leave out --parallel and --workers")
-    if options.serve and not options.trusted_network:
-        parser.error(
-            "--serve lets whoever can reach this machine run anything on it, as you: TensorFlow's server listens on "
-            "all interfaces and asks for no password; give --trusted-network if that is only machines you trust"
-        )
-    options.workers = options.workers.split(",") if options.workers else []
-    servers = [controller for controller in options.controller.split(",") if workers.is_address(controller)]
-    if (servers or options.address) and not options.workers:
-        parser.error(f"{'--controller ' + servers[0] if servers else '--address'} needs --workers")
-    options.machines = list(dict.fromkeys(options.workers + servers))
-    for name in ("deterministic", "explain"):
-        if options.asynchronous and getattr(options, name):
-            parser.error(f"--{name} is for towers that wait for each other: leave out --asynchronous")
-    if options.save and not options.save.endswith(".keras"):
-        parser.error(f"--save needs a name that ends in .keras, not {options.save}")
-    return options
-
-
-def positive(number):
-    """An argparse type: a finite number above zero."""
-
-    def parse(text):
-        value = number(text)
-        if not 0 < value < float("inf"):
-            raise ValueError
-        return value
-
-    parse.__name__ = f"positive {number.__name__}"  # argparse says: invalid positive int value: '0'
-    return parse
 
 
 def short_name(device):
