@@ -106,7 +106,7 @@ def serial(name, batch_size):
     return repeat(lambda: step(next(feed)))
 
 
-def strategy(kind, name, count, batch_size, steps_per_call, threads):
+def strategy(kind, create_optimizer, name, count, batch_size, steps_per_call, threads):
     """`MirroredStrategy`, `CentralStorageStrategy`: distributed dataset, `tf.function`, one or several steps a call."""
     if threads:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
@@ -119,7 +119,7 @@ def strategy(kind, name, count, batch_size, steps_per_call, threads):
     model, data = MODELS[name]
     with distribution.scope():
         model_fn, variables = model()
-        optimizer = FusedAdam()
+        optimizer = create_optimizer()
         optimizer.build(variables)
     size = count * batch_size
     feed = iter(distribution.experimental_distribute_dataset(dataset(data(size), size, 2)))
@@ -265,8 +265,9 @@ KINDS = {
     "towers": towers,
     "bfloat16": bfloat16,
     "serial": serial,
-    "mirrored": lambda *a: strategy("mirrored", *a),
-    "central": lambda *a: strategy("central", *a),
+    "mirrored": lambda *a: strategy("mirrored", FusedAdam, *a),
+    "mirrored_keras": lambda *a: strategy("mirrored", keras.optimizers.Adam, *a),
+    "central": lambda *a: strategy("central", FusedAdam, *a),
     "legacy": legacy,
     "matmul": matmul,
     "convolution": convolution,
