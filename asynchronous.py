@@ -74,12 +74,7 @@ def create_asynchronous_optimization(
     if not devices or not controllers:
         raise ValueError("devices and controller must each name at least one device")
     check_devices(devices + controllers)
-    spec, tower, update, graphs = (
-        None,
-        None,
-        None,
-        {},
-    )  # the kind of batch, the tower traced for it, what is built of it
+    spec, tower, update, graphs = None, None, None, {}  # the kind of batch, the tower of it, and what is built of that
     running, resting, ended, failure = {}, False, None, None  # running: what is being computed -> Work
     staleness, updates = collections.Counter(), [0] * len(devices)
     pool = concurrent.futures.ThreadPoolExecutor(len(devices), "tower")
