@@ -200,7 +200,7 @@ def summary(runs):
 def picture(rows, results):
     """Left a bar for images per second; right a dot for the test accuracy of each seed, and a line for the mean."""
     scale = 220 / max(row["speed"] for row in rows.values())
-    floor = int(min(row["lowest"] for row in rows.values()) * 2) / 2
+    floor = int(min(row["lowest"] for row in rows.values()))
     lines, y, group = [], 56, None
 
     def across(accuracy):
@@ -233,7 +233,7 @@ def picture(rows, results):
             f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
             '<rect width="100%" height="100%" fill="white"/>',
             f'<text x="10" y="22" font-size="14">{title}</text>',
-            '<text x="208" y="44">images/s</text><text x="440" y="44">test accuracy</text>',
+            '<text x="208" y="44">images/s</text><text x="590" y="22">test accuracy</text>',
             *axis,
             *lines,
             "</svg>\n",
