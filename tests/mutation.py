@@ -19,7 +19,7 @@ import tempfile
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SECONDS = 300  # longer is a hang, and that is noticed too
+SECONDS = 900  # longer is a hang, and that is noticed too
 
 
 def mutants(source):
