@@ -134,6 +134,13 @@ def test_arguments_out_of_range_are_named(folder_of, argument, value):
             mnist.test_dataset(**{"data": folder_of(5), argument: value})
 
 
+def test_what_is_not_said_is_as_in_the_article(folder_of):
+    """Five passes, 128 examples per batch, one tower, seed 0."""
+    data = folder_of(300)
+    assert batches(mnist.training_dataset(data=data)) == batches(mnist.training_dataset(5, 128, 1, data, 0, 0))
+    assert batches(mnist.test_dataset(data=data)) == batches(mnist.test_dataset(128, 1, data))
+
+
 def test_the_first_step_is_not_negative(folder_of):
     with pytest.raises(ValueError, match="^first_step must be a whole number of at least 0, not -1$"):
         mnist.training_dataset(data=folder_of(5), first_step=-1)

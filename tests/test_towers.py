@@ -371,16 +371,18 @@ def test_one_update_per_step(sum_of):
 
 
 def fragile():
-    """Batch norm, dropout, Adam, an assertion, and labels that can be out of range."""
+    """Batch norm, dropout, a counter that is written and never read, an assertion, labels that can be out of range."""
     keras.utils.set_random_seed(3)
     net = keras.Sequential(
         [keras.layers.Dense(5), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(3)]
     )
     net.build((None, 4))
+    net.counter = tf.Variable(0, trainable=False)
     optimizer = keras.optimizers.Adam()
 
     def model_fn(input_fn):
         x, y = input_fn()
+        net.counter.assign_add(1)
         logits = net(x, training=True)
         tf.debugging.assert_less(tf.reduce_max(x), 100.0, "too large")
         return models.cross_entropy(y, logits)
@@ -429,7 +431,7 @@ def test_a_failed_step_changes_nothing_and_the_next_one_works(failure, first):
     step = create_parallel_optimization(model_fn, input_fn, optimizer, DEVICES[:3])
 
     def state():
-        return values(net.weights + net.layers[2].variables + optimizer.variables)
+        return values([net.counter] + net.weights + net.layers[2].variables + optimizer.variables)
 
     def good():
         feed.extend([GOOD] * 3)
@@ -641,6 +643,16 @@ def test_what_is_no_mean_loss_is_refused():
         with pytest.raises(ValueError, match=message):
             step()
     np.testing.assert_array_equal(weight, np.ones(3))
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError])
+def test_a_model_that_python_cannot_run_is_named_with_its_batch(kind):
+    def model_fn(input_fn):
+        raise kind("no such thing")
+
+    step = create_parallel_optimization(model_fn, lambda: GOOD, OPTIMIZERS["SGD"](), DEVICES[:2])
+    with pytest.raises(ValueError, match=r"(?s)^tower 0: model_fn fails on its batch, .*float32.*: .*no such thing"):
+        step()
 
 
 def test_devices_that_do_not_exist_are_refused_at_once():
