@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import DEVICES
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MODELS, OPTIMIZERS, build, slots, values
 
@@ -293,6 +293,7 @@ def test_no_example_is_lost_none_counts_twice_and_all_count_the_same(sizes, rand
     assert not feed
 
 
+@settings(max_examples=250 if THOROUGH else 6)  # each builds four models
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 999), st.randoms())
 def test_neither_the_order_of_the_towers_nor_splitting_a_batch_matters(sizes, seed, random):
     """Nor joining all batches on one tower, which is serial training (see below)."""
