@@ -529,8 +529,8 @@ def test_a_model_that_makes_its_variables_anew_is_refused_by_name(kind):
             return tf.reduce_mean(x) * tf.Variable(1.0, name="factor")
         if kind == "next to layers that are kept":
             if "layer" not in kept:
-                kept["layer"] = keras.layers.Dense(4, name="kept")
-            x = kept["layer"](x)
+                kept["layer"] = keras.layers.Dense(3, name="kept")
+            return tf.reduce_mean(kept["layer"](x) + keras.layers.Dense(3, name="anew")(x))
         return tf.reduce_mean(keras.layers.Dense(3, name="anew")(x))
 
     optimizer = keras.optimizers.SGD()
