@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 
 import tensorflow as tf
 
@@ -47,15 +48,15 @@ def serve(port, towers=None):
         inter_op_parallelism_threads=max(count, cores),
     )
     config.gpu_options.allow_growth = True
-    caught = threading.Event()
+    caught = []  # and no `threading.Event`: a signal that comes while it is being waited for would wait for itself
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: caught.set())
+        signal.signal(number, lambda number, _: caught.append(number))
     # The driver tells each worker which task of which job it is; here it stands for itself.
     cluster = tf.train.ClusterSpec({"worker": [f"localhost:{port}"]})
     server = tf.distribute.Server(cluster, job_name="worker", task_index=0, config=config)
     print(f"serving on port {port}, on all interfaces, until Ctrl-C", flush=True)
-    while not caught.wait(3600):
-        pass
+    while not caught:
+        time.sleep(0.5)
     print("stopped serving", flush=True)
     del server
 

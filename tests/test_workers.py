@@ -221,7 +221,7 @@ def test_a_port_that_is_taken_is_named(capsys):
 def test_a_worker_ends_when_it_is_told_to(serve):
     (process,) = serve(1).values()
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "stopped serving\n", "")
 
 
