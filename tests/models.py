@@ -1,6 +1,7 @@
 """The table of models and the table of optimizers that every law is tested on: one entry adds one to all tests."""
 
 import collections
+import re
 
 import keras
 import numpy as np
@@ -287,7 +288,9 @@ def values(variables):
 
 
 def slots(optimizer):
-    """The optimizer's variables; those of `tf.compat.v1.train` in the order of their names."""
+    """The optimizer's variables; those of `tf.compat.v1.train` by name, Adam_9 before Adam_10: they count through."""
     if isinstance(optimizer, keras.Optimizer):
         return optimizer.variables
-    return sorted(optimizer.variables(), key=lambda v: ("power" in v.name, v.name))
+    return sorted(
+        optimizer.variables(), key=lambda v: ("power" in v.name, re.sub(r"\d+", lambda n: n[0].zfill(9), v.name))
+    )
