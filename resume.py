@@ -1,7 +1,7 @@
 """Resume: stop a run anywhere, and go on exactly there.
 
 A checkpoint holds the model, the optimizer and the step. The step alone says where in the data a run is, because their
-order depends on nothing but the seed. `train.py --checkpoint-dir` uses it; nothing else needs it.
+order depends on nothing but the seed. `train.py --checkpoint-dir` uses it, and `workers.py` its way with signals.
 """
 
 import contextlib
@@ -29,7 +29,10 @@ class Stopped(Exception):
 
 @contextlib.contextmanager
 def stop_signals():
-    """Inside, SIGINT and SIGTERM no longer interrupt; call what it yields, between steps: it raises `Stopped` then."""
+    """Inside, SIGINT and SIGTERM no longer interrupt; call what it yields, between steps: it raises `Stopped` then.
+
+    The handler takes no lock, as that of a `threading.Event` would: the signal may come while its own thread holds it.
+    """
     received = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, lambda caught, _: received.append(caught)) for number in numbers}

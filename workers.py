@@ -6,13 +6,14 @@ is that of `towers.py`, with the names of remote devices; this file connects, an
 
 import contextlib
 import os
-import signal
 import socket
 import sys
 import threading
 import time
 
 import tensorflow as tf
+
+import resume
 
 HERE = "/job:localhost/replica:0/task:0"  # this machine, in the names of devices
 PATIENCE, EVERY = 10, 5  # seconds: how long a worker may take to answer, and how long after an answer it is asked again
@@ -48,17 +49,17 @@ def serve(port, towers=None):
         inter_op_parallelism_threads=max(count, cores),
     )
     config.gpu_options.allow_growth = True
-    caught = []  # and no `threading.Event`: a signal that comes while it is being waited for would wait for itself
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: caught.append(number))
     # The driver tells each worker which task of which job it is; here it stands for itself.
     cluster = tf.train.ClusterSpec({"worker": [f"localhost:{port}"]})
-    server = tf.distribute.Server(cluster, job_name="worker", task_index=0, config=config)
-    print(f"serving on port {port}, on all interfaces, until Ctrl-C", flush=True)
-    while not caught:
-        time.sleep(0.5)
-    print("stopped serving", flush=True)
-    del server
+    with resume.stop_signals() as check_stop:
+        server = tf.distribute.Server(cluster, job_name="worker", task_index=0, config=config)
+        print(f"serving on port {port}, on all interfaces, until Ctrl-C", flush=True)
+        with contextlib.suppress(resume.Stopped):
+            while True:
+                check_stop()
+                time.sleep(0.5)
+        print("stopped serving", flush=True)
+        del server
 
 
 def connect(workers, controllers, address=None):

@@ -130,7 +130,7 @@ def global_batch(name):
     """The images per step of a contender that trains; 0 of the others."""
     kind, *numbers = name.split()
     numbers = [int(number) for number in numbers if number.isdigit()]
-    return 0 if kind not in LABELS else numbers[0] if kind == "serial" else numbers[0] * numbers[1]
+    return 0 if kind not in BARS else numbers[0] if kind == "serial" else numbers[0] * numbers[1]
 
 
 def ratio(numerator, denominator, factor=1.0):
@@ -320,11 +320,15 @@ def machine():
     }
 
 
-LABELS = {"towers": "towers", "bfloat16": "towers, bfloat16", "serial": "one device", "mirrored": "MirroredStrategy"}
-LABELS |= {"central": "CentralStorageStrategy", "legacy": "graph mode of 2017"}
-COLOURS = {"towers": "#2a6fbb", "bfloat16": "#7db1e8", "serial": "#777777", "mirrored": "#d9822b", "central": "#b5a22c"}
-LABELS |= {"mirrored_keras": "MirroredStrategy, its tutorial"}
-COLOURS |= {"legacy": "#6aa36a", "mirrored_keras": "#e8b68a"}
+BARS = {  # the contenders that train -> what they are called, colour
+    "towers": ("towers", "#2a6fbb"),
+    "bfloat16": ("towers, bfloat16", "#7db1e8"),
+    "serial": ("one device", "#777777"),
+    "mirrored": ("MirroredStrategy", "#d9822b"),
+    "mirrored_keras": ("MirroredStrategy, its tutorial", "#e8b68a"),
+    "central": ("CentralStorageStrategy", "#b5a22c"),
+    "legacy": ("graph mode of 2017", "#6aa36a"),
+}
 
 
 def picture(speed, machine):
@@ -336,22 +340,21 @@ def picture(speed, machine):
         label = f"batch {numbers[0]}" if kind == "serial" else f"{numbers[0]} x {numbers[1]}"
         key = (int(numbers[0]) if kind == "serial" else int(numbers[0]) * int(numbers[1]), kind, label)
         bars[key] = max(rate, bars.get(key, 0))
-    scale, height = 420 / max(bars.values()), 20
+    scale, left, height = 420 / max(bars.values()), 248, 20
     lines, y, group = [], 40, None
     for (size, kind, label), rate in sorted(bars.items(), key=lambda item: (item[0][0], -item[1])):
         if size != group:
             group, y = size, y + 26
             lines.append(f'<text x="10" y="{y - 6}" font-weight="bold">global batch {size}</text>')
-        lines.append(f'<text x="240" y="{y + 14}" text-anchor="end">{LABELS[kind]}, {label}</text>')
-        lines.append(
-            f'<rect x="248" y="{y + 2}" width="{rate * scale:.0f}" height="{height - 5}" fill="{COLOURS[kind]}"/>'
-        )
-        lines.append(f'<text x="{254 + rate * scale:.0f}" y="{y + 14}">{rate:.0f}</text>')
+        name, colour = BARS[kind]
+        lines.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{name}, {label}</text>')
+        lines.append(f'<rect x="{left}" y="{y + 2}" width="{rate * scale:.0f}" height="{height - 5}" fill="{colour}"/>')
+        lines.append(f'<text x="{left + 6 + rate * scale:.0f}" y="{y + 14}">{rate:.0f}</text>')
         y += height
     title = (
         f"MNIST convnet, images/s; {machine['processor']}, {machine['cores']} cores, TensorFlow {machine['tensorflow']}"
     )
-    size = f'width="740" height="{y + 14}" font-family="sans-serif" font-size="12"'
+    size = f'width="{left + 492}" height="{y + 14}" font-family="sans-serif" font-size="12"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
     return "\n".join(
         [

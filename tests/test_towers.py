@@ -524,14 +524,14 @@ def test_a_model_that_makes_its_variables_anew_is_refused_by_name(kind):
     kept = {}
 
     def model_fn(input_fn):
-        x = input_fn()
+        x, beside = input_fn(), 0.0
         if kind == "plain variable":
             return tf.reduce_mean(x) * tf.Variable(1.0, name="factor")
         if kind == "next to layers that are kept":
             if "layer" not in kept:
                 kept["layer"] = keras.layers.Dense(3, name="kept")
-            return tf.reduce_mean(kept["layer"](x) + keras.layers.Dense(3, name="anew")(x))
-        return tf.reduce_mean(keras.layers.Dense(3, name="anew")(x))
+            beside = kept["layer"](x)
+        return tf.reduce_mean(beside + keras.layers.Dense(3, name="anew")(x))
 
     optimizer = keras.optimizers.SGD()
     step = create_parallel_optimization(model_fn, lambda: np.ones((2, 4), np.float32), optimizer, DEVICES[:2])
