@@ -1,9 +1,12 @@
 """What all tests share: Hypothesis profiles, and logical CPU devices to put towers on."""
 
 import os
+import subprocess
+import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from placement import tower_devices
@@ -14,3 +17,19 @@ settings.register_profile("thorough", parent=settings.get_profile("quick"), max_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 DEVICES = tower_devices(8)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def main_job(request):
+    """`python train.py --parallel`. It takes longest, so it begins before the first test and runs beside the others."""
+    wanted = any(item.name == "test_the_main_job_learns_mnist" for item in request.session.items)
+    if not wanted or request.config.getoption("benchmark_only"):
+        yield None
+        return
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    command = ["nice", sys.executable, "train.py", "--parallel"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=root, env=environment, **pipes) as process:
+        yield process
+        process.kill()

@@ -40,9 +40,9 @@ def free_port():
         return free.getsockname()[1]
 
 
-@pytest.fixture
-def processes():
-    """`start(*command)`; whatever happens in the test, none of them is left."""
+@contextlib.contextmanager
+def all_ended():
+    """`start(*command)`; whatever happens meanwhile, none of them is left."""
     started = []
 
     def start(*command, **options):
@@ -51,30 +51,41 @@ def processes():
         started.append(subprocess.Popen(command, **options))
         return started[-1]
 
-    yield start
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-        process.communicate()
+    try:
+        yield start
+    finally:
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.communicate()
 
 
 @pytest.fixture
-def serve(processes):
-    """`serve(count)` -> {address: process} of so many workers that are ready."""
+def processes():
+    with all_ended() as start:
+        yield start
 
-    def start(count, *options):
-        started = {}
-        for _ in range(count):
+
+@pytest.fixture(scope="module")
+def serve():
+    """`serve(count)` -> {address: process} of so many workers that are ready; those of earlier tests, if they live."""
+    serving = {}
+
+    def ready(count):
+        for address in [address for address, process in serving.items() if process.poll() is not None]:
+            del serving[address]
+        new = []
+        while len(serving) < count:
             port = free_port()
-            started[f"127.0.0.1:{port}"] = processes(
-                sys.executable, "train.py", "--serve", str(port), "--trusted-network", *options
-            )
-        for process in started.values():
+            new.append(start(sys.executable, "train.py", "--serve", str(port), "--trusted-network"))
+            serving[f"127.0.0.1:{port}"] = new[-1]
+        for process in new:
             assert process.stdout.readline().startswith("serving on port")
-        return started
+        return dict(list(serving.items())[:count])
 
-    return start
+    with all_ended() as start:
+        yield ready
 
 
 @pytest.fixture
