@@ -14,6 +14,8 @@ from placement import CONTROLLER, check_devices, tower_devices
 from towers import (
     _build_optimizer,
     _check_batch,
+    _check_frozen,
+    _check_optimizer,
     _fits,
     _reason,
     _replicate,
@@ -74,6 +76,7 @@ def create_asynchronous_optimization(
     if not devices or not controllers:
         raise ValueError("devices and controller must each name at least one device")
     check_devices(devices + controllers)
+    _check_optimizer(optimizer)
     spec, tower, update, graphs = None, None, None, {}  # the kind of batch, the tower of it, and what is built of that
     running, resting, ended, failure = {}, False, None, None  # running: what is being computed -> Work
     staleness, updates = collections.Counter(), [0] * len(devices)
@@ -81,6 +84,8 @@ def create_asynchronous_optimization(
 
     def train_step():
         nonlocal failure, resting
+        if tf.inside_function():
+            raise RuntimeError("a step is a graph of its own: call it from Python, not in a tf.function")
         if failure:
             raise failure
         resting = resting and bool(running)
@@ -125,6 +130,8 @@ def create_asynchronous_optimization(
     def start(number, batch):
         nonlocal spec, tower, update
         batch = _check_batch(batch, number)
+        if tower:
+            _check_frozen(tower)
         if spec is None or not _fits(batch, spec):
             wider = _widen(spec, batch, number)
             tower, spec = _trace_tower(model_fn, wider, variables, controllers, number), wider
@@ -142,6 +149,8 @@ def create_asynchronous_optimization(
         return not running
 
     def close():
+        nonlocal failure
+        failure = failure or ValueError("this step was closed, its threads have ended: make a new one")
         pool.shutdown(cancel_futures=True)
         running.clear()
 

@@ -12,7 +12,12 @@ def average_gradients(tower_grads, weights=None):
     """Averages each variable's gradient over the towers, on the device that holds the variable.
 
     With gᵢ the gradient of tower i's mean loss over its wᵢ examples, the gradient of the mean loss over all examples is
-    Σ wᵢ gᵢ / Σ wᵢ. A tower without a gradient (None) counts as zero: its loss does not depend on the variable.
+    Σ wᵢ gᵢ / Σ wᵢ. A tower without a gradient (None) counts as zero: its loss does not depend on the variable. So does
+    a tower of weight 0, whatever its gradient.
+
+    Slices of several towers may have the same index, as those of one may. Keras's optimizers do not add these up: Adam
+    and others square each by itself. They do so on one device as well; but a model that makes the indices of its batch
+    unique (`tf.unique`) has none twice there, and some twice here, where towers share them.
 
     Args:
       tower_grads: One list of (gradient, variable) per tower, the same variables in the same order. A gradient has its
@@ -60,7 +65,9 @@ def _mean(gradients, shares):
 
     def scaled(tensor, share):
         tensor = tf.cast(tensor, wide)
-        return tensor / tf.cast(count, wide) if share is None else tensor * tf.cast(share, wide)
+        if share is None:
+            return tensor / tf.cast(count, wide)
+        return tf.math.multiply_no_nan(tensor, tf.cast(share, wide))  # the mean of no examples, NaN, counts nothing
 
     if all(isinstance(gradient, tf.IndexedSlices) for gradient, _ in present):
         return tf.IndexedSlices(

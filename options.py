@@ -12,36 +12,53 @@ from workers import is_address
 
 def parse_arguments(argv):
     """The command line; argparse prints what is wrong with it and exits with code 2."""
-    parser = argparse.ArgumentParser(prog="train.py", description="Trains the MNIST classifier, serially or on towers.")
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        usage="train.py [options]; --help lists them",
+        description="Trains the MNIST classifier, serially or on towers.",
+    )
     add = parser.add_argument
     add("--parallel", action="store_true", help="one tower per device, instead of one device")
-    add("--towers", type=positive(int), metavar="N", help="number of towers (default: all GPUs; without a GPU, 2)")
+    add("--towers", type=positive(int, 256), metavar="N", help="number of towers (default: all GPUs; without a GPU, 2)")
     add("--asynchronous", action="store_true", help="towers do not wait for each other, each updates by itself")
     add(
         "--controller",
-        default=CONTROLLER,
+        type=names,
+        default=[CONTROLLER],
         metavar="DEV",
         help="what holds the variables: a device, HOST:PORT, or several",
     )
-    add("--workers", metavar="HOST:PORT,...", help="towers on other machines, where --serve runs")
+    add(
+        "--workers",
+        type=names,
+        default=[],
+        metavar="HOST:PORT,...",
+        help="towers on other machines, where --serve runs",
+    )
     add(
         "--address",
+        type=text,
         metavar="HOST",
         help="HOST or HOST:PORT under which the workers reach this machine, if not by route",
     )
-    add("--serve", type=positive(int), metavar="PORT", help="lend this machine's devices; needs --trusted-network")
+    add(
+        "--serve",
+        type=positive(int, 65535),
+        metavar="PORT",
+        help="lend this machine's devices; needs --trusted-network",
+    )
     add("--trusted-network", action="store_true", help="only trusted machines can reach this one")
     add("--epochs", type=positive(int), default=2, metavar="N", help="passes over the data (default: 2)")
     add("--batch-size", type=positive(int), default=128, metavar="N", help="images per tower and step (default: 128)")
     add("--learning-rate", type=positive(float), default=1e-3, metavar="X", help="Adam's (default: 0.001)")
-    add("--data", default=mnist.DATA, metavar="DIR", help="folder of the four MNIST files (default: data)")
-    add("--seed", type=int, default=0, metavar="N", help="seed of the weights and of the order (default: 0)")
+    add("--data", type=text, default=mnist.DATA, metavar="DIR", help="folder of the four MNIST files (default: data)")
+    add("--seed", type=seed, default=0, metavar="N", help="seed of the weights and of the order (default: 0)")
     add("--mixed-precision", action="store_true", help="compute in bfloat16, keep the weights in float32")
-    add("--checkpoint-dir", metavar="DIR", help="save the run there, and go on with the run saved there")
+    add("--checkpoint-dir", type=text, metavar="DIR", help="save the run there, and go on with the run saved there")
     add("--checkpoint-every", type=positive(int), default=100, metavar="STEPS", help="how often (default: 100)")
     add("--deterministic", action="store_true", help="the same bits in every run, whatever it costs in speed")
-    add("--save", metavar="FILE.keras", help="write the trained model, which takes floats from 0 to 1")
-    add("--logdir", metavar="DIR", help="write curves, settings and the graph there, for TensorBoard")
+    add("--save", type=text, metavar="FILE.keras", help="write the trained model, which takes floats from 0 to 1")
+    add("--logdir", type=text, metavar="DIR", help="write curves, settings and the graph there, for TensorBoard")
     add("--explain", action="store_true", help="first measure where the time of a parallel step goes")
     add("--log-device-placement", action="store_true", help="log the device of every op")
     options = parser.parse_args(argv)
@@ -55,8 +72,7 @@ def parse_arguments(argv):
             "--serve lets whoever can reach this machine run anything on it, as you: TensorFlow's server listens on "
             "all interfaces and asks for no password; give --trusted-network if that is only machines you trust"
         )
-    options.workers = options.workers.split(",") if options.workers else []
-    servers = [controller for controller in options.controller.split(",") if is_address(controller)]
+    servers = [controller for controller in options.controller if is_address(controller)]
     if (servers or options.address) and not options.workers:
         parser.error(f"{'--controller ' + servers[0] if servers else '--address'} needs --workers")
     options.machines = list(dict.fromkeys(options.workers + servers))
@@ -68,14 +84,38 @@ def parse_arguments(argv):
     return options
 
 
-def positive(number):
-    """An argparse type: a finite number above zero."""
+# Types for argparse, which says of a ValueError, with the function's name: invalid positive int value: '0'
 
-    def parse(text):
-        value = number(text)
-        if not 0 < value < float("inf"):
+
+def positive(number, most=None):
+    """A number above zero; at most so large, or what 31 bits hold."""
+
+    def parse(word):
+        value = number(word)
+        if not 0 < value <= (most or 2**31 - 1):
             raise ValueError
         return value
 
-    parse.__name__ = f"positive {number.__name__}"  # argparse says: invalid positive int value: '0'
+    parse.__name__ = f"positive {number.__name__}" + (f" up to {most}" if most else "")
     return parse
+
+
+def seed(word):
+    value = int(word)
+    if not 0 <= value < 2**31:
+        raise ValueError
+    return value
+
+
+def text(word):
+    if not word.strip():  # a variable of the shell, perhaps, that is not set
+        raise ValueError
+    return word
+
+
+def names(word):
+    """Several, with commas between them."""
+    return [text(name).strip() for name in word.split(",")]
+
+
+text.__name__, names.__name__ = "non-empty", "comma-separated"

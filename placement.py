@@ -21,9 +21,10 @@ def assign_to_device(device, controller=CONTROLLER):
     """Creates variables on `controller` and runs every other op on `device`.
 
     Works eagerly and in a `tf.function`, for everything that is a `tf.Variable` in the end: Keras layers (built before
-    or lazily), `tf.Module`, optimizer slots. An inner `with tf.device(...)` is respected, for variables too. A lookup
-    table is an op, not a variable: it is made on `device` (or where an inner scope says), and looked up where it is.
-    Build a Keras optimizer before a `tf.function`, not in it: there Keras makes slots on the device in scope.
+    or lazily), `tf.Module`, optimizer slots. An inner `with tf.device(...)` is respected, for variables too (unless it
+    names the very device of this scope: that looks like none). A lookup table is an op, not a variable: it is made on
+    `device` (or where an inner scope says), and looked up where it is. Build a Keras optimizer before a `tf.function`,
+    not in it: there Keras makes slots on the device in scope.
 
     Args:
       device: Where ops run, as `tf.device` takes it: "/GPU:0", "/job:worker/task:1/device:CPU:0".
@@ -45,7 +46,9 @@ def assign_to_device(device, controller=CONTROLLER):
         raise ValueError("controller is an empty list: name at least one device to hold the variables")
 
     def create_on_controller(next_creator, **kwargs):
-        if getattr(_placed, "now", False) or _conflict(_current_device(), outer):
+        here = _current_device()
+        asked_for = device is None and not tf.executing_eagerly() and here != tf.DeviceSpec()  # a graph knows of none
+        if getattr(_placed, "now", False) or asked_for or _conflict(here, outer):
             return next_creator(**kwargs)
         least_loaded = min(load, key=load.get)
         _placed.now = True

@@ -6,6 +6,7 @@ TensorFlow logs its start from C++, straight to file descriptor 2, some of it wh
 
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 
@@ -30,6 +31,8 @@ def quiet_start(quiet=True):
             yield
         except ValueError:  # one of ours, which says all there is to say
             raise
+        except KeyboardInterrupt:  # whoever presses Ctrl-C does not want to know which import it came in
+            raise SystemExit(128 + signal.SIGINT) from None
         except BaseException:
             held_back.seek(0)
             os.write(stderr, held_back.read())

@@ -7,6 +7,7 @@ The controller, which holds the only copy of the variables, averages the gradien
 import collections
 import contextlib
 import gc
+import itertools
 import re
 
 import keras
@@ -16,8 +17,9 @@ from averaging import average_gradients, weighted_mean
 from placement import CONTROLLER, assign_to_device, check_devices, tower_devices
 
 # A model traced for one tower: the function (batch, loss scale) -> (loss, gradients), the variables to train, those of
-# them that the loss reaches (it has their gradients), and the state that the model itself writes to.
-Tower = collections.namedtuple("Tower", "function variables reached state")
+# them that the loss reaches (it has their gradients), the state that the model itself writes to, and, if they were
+# chosen by it, all variables that the loss reads, each with whether it could be trained.
+Tower = collections.namedtuple("Tower", "function variables reached state trainable")
 
 
 def create_parallel_optimization(model_fn, input_fn, optimizer, devices=None, controller=CONTROLLER, variables=None):
@@ -30,7 +32,8 @@ def create_parallel_optimization(model_fn, input_fn, optimizer, devices=None, co
     normalises by its own batch, and with momentum M the moving average becomes M·average + (1 - M)·(tower 0's), then
     M·average + (1 - M)·(tower 1's), and so on. Dropout: the seed moves on from tower to tower, each draws its own mask.
 
-    A step that fails, for lack of data or in a tower, leaves every variable as it was.
+    A step that fails, for lack of data or in a tower, leaves every variable as it was. (An error of the optimizer's own
+    ops, of a constraint for instance, comes when some variables have been updated; it says so.)
 
     Args:
       model_fn: `model_fn(input_fn) -> loss`, a scalar, the mean over the examples that `input_fn()` returns. It uses
@@ -44,7 +47,8 @@ def create_parallel_optimization(model_fn, input_fn, optimizer, devices=None, co
       controller: The device that holds the variables made here and updates them; or several, over which variables are
         spread, and each gradient is averaged where its variable lives.
       variables: The variables to train: a list, or a function that returns one, called when the model is built. None:
-        all trainable variables that the loss reads, less those frozen by Keras (`layer.trainable = False`).
+        all trainable variables that the loss reads, less those frozen by Keras (`layer.trainable = False`). To freeze
+        or unfreeze layers later, make a new step.
 
     Returns:
       `train_step() -> loss`: does one update; the loss is the mean over all examples of the step, a scalar tensor.
@@ -52,10 +56,13 @@ def create_parallel_optimization(model_fn, input_fn, optimizer, devices=None, co
 
     Raises:
       ValueError: if a device does not exist. By `train_step`: if a batch is empty or unlike the others, if the model
-        makes new variables at every call, if the loss is not a scalar or depends on none of the variables.
+        makes new variables at every call, if the loss is not a scalar or depends on none of the variables, if layers
+        were frozen or unfrozen since.
+      TypeError: if the optimizer is none.
       tf.errors.OutOfRangeError: By `train_step`, at the end of the data: `input_fn` raised it (or StopIteration) for
         any tower, or returned None for all.
       tf.errors.OpError: By `train_step`, if an op of a tower fails; the message names the tower.
+      RuntimeError: By `train_step`, if it is called in a `tf.function`.
 
     Source: in-graph replication, as in TensorFlow 1's CIFAR-10 multi-GPU tutorial.
     """
@@ -64,10 +71,15 @@ def create_parallel_optimization(model_fn, input_fn, optimizer, devices=None, co
     if not devices or not controllers:
         raise ValueError("devices and controller must each name at least one device")
     check_devices(devices + controllers)
+    _check_optimizer(optimizer)
     spec, tower, steps = None, None, {}  # the kind of batch, the tower traced for it, the steps built from that tower
 
     def train_step():
         nonlocal spec, tower
+        if tf.inside_function():
+            raise RuntimeError("a step is a graph of its own: call it from Python, not in a tf.function")
+        if tower:
+            _check_frozen(tower)
         batches = _pull_batches(input_fn, len(devices))
         for number, batch in batches.items():
             if spec is None or not _fits(batch, spec):
@@ -122,6 +134,11 @@ def _build_step(tower, spec, optimizer, devices, controller, weighted):
     return tf.function(step, autograph=False).get_concrete_function([spec] * len(devices), sizes)
 
 
+def _check_optimizer(optimizer):
+    if not hasattr(optimizer, "apply_gradients"):
+        raise TypeError(f"{optimizer!r} is no optimizer: take one of keras.optimizers or tf.compat.v1.train")
+
+
 def _build_optimizer(optimizer, tower, controller):
     if isinstance(optimizer, keras.Optimizer) and not optimizer.built:
         with tf.device(controller):  # Keras makes each slot beside its variable, and the rest here
@@ -140,11 +157,7 @@ def _replicate(tower, number, inputs, instead=None):
     function, graph = tower.function, tf.compat.v1.get_default_graph()
     graph_def = function.graph.as_graph_def()
     _keep_apart(graph_def)
-    for node in graph_def.node:
-        if "_class" in node.attr:  # "beside its variable" would mean: beside the traced function's input, on the tower
-            del node.attr["_class"]
-        if "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
-            node.attr["seed2"].i += number  # an op with a seed of its own would draw the same in every tower
+    _keep_own(graph_def, number)
     captured = [(instead or {}).get(id(outer), outer) for outer in function.captured_inputs]
     values = tf.nest.flatten(inputs, expand_composites=True) + [graph.capture(outer) for outer in captured]
     outputs = tf.graph_util.import_graph_def(
@@ -154,6 +167,41 @@ def _replicate(tower, number, inputs, instead=None):
         name=f"tower_{number}",
     )
     return tf.nest.pack_sequence_as(function.structured_outputs, outputs, expand_composites=True)
+
+
+def _keep_own(graph_def, number):
+    """Makes a copy of the traced tower that tower's own: its devices and its random numbers.
+
+    It may hold functions, of loops and calls, which go by their names: a tower's own have names of their own.
+    """
+
+    def change(nodes):
+        changed = False
+        for node in nodes:
+            if "_class" in node.attr:  # "beside its variable": it would mean beside the traced function's input
+                del node.attr["_class"]
+                changed = True
+            if "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
+                # An op with a seed would draw the same in every tower. Seeds have 32 bits; the generator takes 64.
+                node.attr["seed2"].i += number << 32
+                changed = True
+        return changed
+
+    change(graph_def.node)
+    functions = graph_def.library.function
+    changed = [change(function.node_def) for function in functions]
+    if not any(changed):
+        return
+    names = {function.signature.name: f"{function.signature.name}_tower_{number}" for function in functions}
+    for function in functions:
+        function.signature.name = names[function.signature.name]
+    for node in itertools.chain(graph_def.node, *(function.node_def for function in functions)):
+        node.op = names.get(node.op, node.op)
+        for value in node.attr.values():
+            for called in [value.func] if value.HasField("func") else value.list.func:
+                called.name = names.get(called.name, called.name)
+    with tf.init_scope():  # makes the new functions known to the runtime
+        tf.graph_util.import_graph_def(tf.compat.v1.GraphDef(library=graph_def.library), name="")
 
 
 def _keep_apart(graph_def):
@@ -173,11 +221,12 @@ def _keep_apart(graph_def):
 
 def _trace_tower(model_fn, spec, variables, controllers, number):
     """Traces loss and gradients of one tower, on no device yet; variables the model makes go to the controllers."""
-    calls, made, made_again, chosen, reached = 0, [], [], [], []
+    calls, made, initial, made_again, chosen, reached, frozen_or_not = 0, [], [], [], [], [], []
 
     def watch(next_creator, **kwargs):
         if calls == 1:
             made.append(next_creator(**kwargs))
+            initial.append(kwargs["initial_value"])
             return made[-1]
         # A variable made anew: going on with the first call's in its place brings the others to light as well.
         value, name = kwargs["initial_value"], kwargs.get("name") or "Variable"
@@ -188,7 +237,7 @@ def _trace_tower(model_fn, spec, variables, controllers, number):
 
     @tf.autograph.experimental.do_not_convert
     def differentiate(loss, tape, scale):
-        chosen[:] = _choose_variables(variables, tape)
+        chosen[:], frozen_or_not[:] = _choose_variables(variables, tape)
         if loss.shape.rank != 0 or not loss.dtype.is_floating:
             return []  # refused below
         # Scaling the loss is the same as starting the backward pass from the scale. It runs here, in the tower, because
@@ -201,7 +250,10 @@ def _trace_tower(model_fn, spec, variables, controllers, number):
         nonlocal calls
         calls += 1
         with tf.GradientTape() as tape:
-            loss = tf.convert_to_tensor(model_fn(lambda: batch))
+            loss = model_fn(lambda: batch)
+            if tf.nest.is_nested(loss):
+                raise TypeError(f"it must return a scalar, the mean loss, not a {type(loss).__name__}")
+            loss = tf.convert_to_tensor(loss)
             if loss.shape.rank is None:
                 loss = tf.ensure_shape(loss, [])
         return loss, differentiate(loss, tape, scale)
@@ -209,9 +261,15 @@ def _trace_tower(model_fn, spec, variables, controllers, number):
     try:  # a `tf.function` whose first call makes variables is traced a second time, and then must make none
         with assign_to_device(None, controllers), tf.variable_creator_scope(watch):
             function = tf.function(tower).get_concrete_function(spec, tf.TensorSpec([]))
-    except (ValueError, TypeError) as error:
+    except Exception as error:
+        lost = _initialise(made, initial)
+        if not isinstance(error, (ValueError, TypeError)):
+            raise
         if not made_again:
-            raise ValueError(f"tower {number}: model_fn fails on its batch, {_describe(spec)}: {error}") from error
+            raise ValueError(
+                f"tower {number}: model_fn fails on its batch, {_describe(spec)}: {error}"
+                + (f"\nand leaves {', '.join(lost)} without a value: make it anew" if lost else "")
+            ) from error
     if made_again:
         raise ValueError(
             "model_fn makes new variables at every call, so that towers would not share them: "
@@ -223,16 +281,46 @@ def _trace_tower(model_fn, spec, variables, controllers, number):
         raise ValueError(f"model_fn must return a scalar, the mean loss, not {loss.dtype.name} of shape {loss.shape}")
     if not reached:
         raise ValueError("the loss depends on none of the variables to train: there is nothing to do")
-    return Tower(function, chosen, reached, _written_by(function))
+    return Tower(function, chosen, reached, _written_by(function), frozen_or_not)
+
+
+def _initialise(variables, values):
+    """Gives variables made in a trace that failed the values that it was to give them.
+
+    Returns:
+      The names of those whose values are lost, because they were computed in the trace.
+    """
+    lost = []
+    for variable, value in zip(variables, values):
+        if not tf.raw_ops.VarIsInitializedOp(resource=variable.handle):
+            try:
+                variable.assign(value() if callable(value) else value)
+            except Exception:  # whatever it is, the error of the trace is the one to tell
+                lost.append(variable.name)
+    return lost
 
 
 def _choose_variables(variables, tape):
-    """The variables to train. Keras's are its own objects: the tf.Variable inside does not know that it is frozen."""
+    """The variables to train, and those to choose from, with whether they can be trained.
+
+    Keras's are objects of its own: the tf.Variable inside does not know that it is frozen.
+    """
     if variables is not None:
-        return list(variables() if callable(variables) else variables)
+        return list(variables() if callable(variables) else variables), []
     of_keras = {id(v.value): v for v in gc.get_objects() if issubclass(type(v), keras.Variable)}
     read = [of_keras.get(id(variable), variable) for variable in tape.watched_variables()]
-    return [variable for variable in read if variable.trainable]
+    return [variable for variable in read if variable.trainable], [(variable, variable.trainable) for variable in read]
+
+
+def _check_frozen(tower):
+    """The choice was made in the trace, and so was what the optimizer has slots for."""
+    for variable, trainable in tower.trainable:
+        if variable.trainable != trainable:
+            name = getattr(variable, "path", variable.name)
+            raise ValueError(
+                f"{name} was {'frozen' if trainable else 'unfrozen'} after the first step: make a new step"
+                + (", and an optimizer that is built for all variables" if not trainable else "")
+            )
 
 
 def _tf_variable(variable):
@@ -252,8 +340,18 @@ def _written_by(function):
         return all(i in read for i, value in enumerate(op.inputs) if value is handle)
 
     handles = zip(function.captured_inputs, function.inputs[-len(function.captured_inputs) :])
-    written = {id(outer) for outer, inner in handles if not all(only_reads(op, inner) for op in inner.consumers())}
-    return [variable for variable in function.graph.variables if id(variable.handle) in written]
+    handles = {id(outer): inner for outer, inner in handles if inner.dtype == tf.resource}
+    known = {id(variable.handle): variable for variable in function.graph.variables}
+    if handles.keys() - known.keys():  # a graph does not know the variables that it writes and never reads
+        for variable in gc.get_objects():
+            if issubclass(type(variable), tf.Variable):
+                with contextlib.suppress(AttributeError, ValueError):  # one that is being made, or a distributed one
+                    known.setdefault(id(variable.handle), variable)
+    return [
+        known[key]
+        for key, inner in handles.items()
+        if key in known and not all(only_reads(op, inner) for op in inner.consumers())
+    ]
 
 
 def _pull_batches(input_fn, count):
@@ -275,7 +373,10 @@ def _pull_batches(input_fn, count):
 def _check_batch(batch, number):
     """The batch as tensors; ValueError if there is no example in it."""
     if not all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(batch)):
-        batch = tf.nest.map_structure(lambda x: x if tf.is_tensor(x) else tf.convert_to_tensor(x), batch)
+        try:
+            batch = tf.nest.map_structure(lambda x: x if tf.is_tensor(x) else tf.convert_to_tensor(x), batch)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"tower {number} got a batch that is not all tensors: {error}") from error
     if _examples(batch, number) == 0:
         raise ValueError(
             f"tower {number} got an empty batch, {_describe(batch)}: "
@@ -285,8 +386,8 @@ def _check_batch(batch, number):
 
 
 def _examples(batch, number):
-    first = tf.nest.flatten(batch)[0]
-    if not first.shape.rank:
+    first = next(iter(tf.nest.flatten(batch)), None)
+    if first is None or not first.shape.rank:
         raise ValueError(f"tower {number}: the first leaf of its batch, {_describe(batch)}, has no axis of examples")
     return first.shape[0]
 
@@ -331,28 +432,44 @@ def _describe(batch):
 def _all_or_nothing(tower, batches, devices):
     """If a step fails, finds the tower to blame and takes back what the towers have written."""
     before = [variable.value() for variable in tower.state]
+
+    def restore():
+        for variable, value in zip(tower.state, before):
+            variable.assign(value)
+
     try:
         yield
     except tf.errors.OpError as error:
-        blame = _failed_tower(tower, batches, devices)
-        for variable, value in zip(tower.state, before):
-            variable.assign(value)
-        raise (blame or error) from error
+        where = re.search(r"{{node (tower_(\d+)|update)/", error.message)
+        if where:
+            number = where[2] and int(where[2])
+        else:
+            number, error = _failed_tower(tower, batches, devices, restore) or (None, error)
+        restore()
+        if number is not None:
+            message = f"tower {number} ({devices[number]}) failed, and no variable was changed: {_reason(error)}"
+        elif where:
+            message = f"the update failed, when the towers were done, and some variables may have it: {_reason(error)}"
+        else:
+            raise
+        raise type(error)(error.node_def, error.op, message) from error
 
 
-def _failed_tower(tower, batches, devices):
-    """Runs the towers one by one: the error of the whole step does not always tell which of them it came from."""
+def _failed_tower(tower, batches, devices, restore):
+    """Runs the towers one by one, if an error does not tell which of them it came from: its number, and its error."""
     for number, batch in batches.items():
+        restore()
         try:
             with tf.device(devices[number]):
                 tower.function(batch, tf.ones([]))
         except tf.errors.OpError as error:
-            message = f"tower {number} ({devices[number]}) failed, and no variable was changed: {_reason(error)}"
-            return type(error)(error.node_def, error.op, message)
+            return number, error
     return None
 
 
 def _reason(error):
-    """The line of an op's error that says what is wrong."""
-    reason = re.search(r"^\s*(?:\(\d+\) [A-Z_]+: +)?(.*)\n\s*\[\[{{node", error.message, re.MULTILINE)
-    return reason[1] if reason else error.message
+    """What an op's error says is wrong, in one line, without the places where it came from."""
+    text = error.message.split("[[{{node")[0]
+    heads = r"<stack traces unavailable>|defined at \(most recent call last\):|^\s*\(\d+\) [A-Z_]+:|^ +File .*$"
+    text = re.split(heads, text.split("\nTraceback")[0], flags=re.MULTILINE)[-1]
+    return " ".join(text.split())

@@ -14,6 +14,7 @@ Serial and parallel training are one loop around two kinds of step. This file wi
 
 import contextlib
 import functools
+import signal
 import sys
 import time
 import types
@@ -55,6 +56,8 @@ def main(argv=None):
             if options.serve:
                 return workers.serve(options.serve, options.towers)
             job = prepare(options, opened)
+        except KeyboardInterrupt:  # later, a signal is waited for at the end of a step
+            return fail("stopped by SIGINT before the first step", 128 + signal.SIGINT)
         except workers.Lost as error:
             return fail(error, 1)
         except tf.errors.OpError as error:
@@ -73,7 +76,7 @@ def main(argv=None):
 
 def prepare(options, opened):
     """All that comes before the first step, and all that can be wrong with the arguments and the data."""
-    job = types.SimpleNamespace(controllers=options.controller.split(","))
+    job = types.SimpleNamespace(controllers=options.controller)
     with quiet_start(QUIET):
         device_options(log_placement=options.log_device_placement)
         if options.workers:

@@ -36,12 +36,7 @@ def serve(port, towers=None):
     Raises:
       ValueError: if the port cannot be had.
     """
-    with contextlib.closing(socket.socket()) as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            free.bind(("", port))
-        except OSError as error:
-            raise ValueError(f"port {port} cannot be had: {error.strerror.lower()}; name another") from error
+    _check_free(port)
     count, cores = towers or 1, os.cpu_count() or 1
     config = tf.compat.v1.ConfigProto(
         device_count={"CPU": count},
@@ -97,7 +92,8 @@ def connect(workers, controllers, address=None):
         fault = ask(each)
         if fault:
             raise Lost(
-                f"{each} {fault}: start it with `python train.py --serve PORT --trusted-network`, or leave it out"
+                f"{each} {fault}: look at the name, start it with `python train.py --serve PORT --trusted-network`, "
+                "or leave it out"
             )
     cluster["localhost"] = [_own_address(address, workers[0])]
     apart = None
@@ -107,10 +103,13 @@ def connect(workers, controllers, address=None):
             apart.set_device_filters("worker", task, ["/job:localhost"])
     try:
         tf.config.experimental_connect_to_cluster(tf.train.ClusterSpec(cluster), cluster_device_filters=apart)
-    except tf.errors.OpError as error:  # it speaks HTTP/2, but not of towers
+        there = [device.name for device in tf.config.list_logical_devices()]
+    except tf.errors.OpError as error:
+        if "already exists" in error.message:
+            raise ValueError(f"{', '.join(tasks)}: two of these are one machine; name each machine once") from error
+        # It speaks HTTP/2, but not of towers.
         culprit = [each for each in tasks if tasks[each].rstrip("/") in error.message] or list(tasks)
         raise Lost(f"{', '.join(culprit)} is no worker: {error.message.splitlines()[0]}") from error
-    there = [device.name for device in tf.config.list_logical_devices()]
     devices = []
     for each in tasks:
         own = [name for name in there if name.startswith(tasks[each])]
@@ -233,11 +232,22 @@ def _own_address(address, worker):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
             host = probe.getsockname()[0]
-    if not port:
+    if port:
+        _check_free(_split(f"{host}:{port}")[1])
+    else:
         with contextlib.closing(socket.socket()) as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _check_free(port):
+    with contextlib.closing(socket.socket()) as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            free.bind(("", port))
+        except OSError as error:
+            raise ValueError(f"port {port} cannot be had: {error.strerror.lower()}; name another") from error
 
 
 def is_address(name):

@@ -212,6 +212,22 @@ def inner_device():
     return Model(model_fn, net[0].trainable_variables + net[1].trainable_variables, [], floats_and_labels())
 
 
+def inner_functions():
+    """Functions and loops inside the model are graphs of their own."""
+    table, head = layers.Embedding(20, 4, dtype="float64"), layers.Dense(3, dtype="float64")
+    table.build(), head.build((None, 4))
+    look_up = tf.function(lambda words: table(words))
+
+    def model_fn(input_fn):
+        words, y = input_fn()
+        return cross_entropy(y, head(tf.map_fn(lambda rows: tf.reduce_mean(rows, 0), look_up(words))))
+
+    def batch(rng, n):
+        return rng.integers(0, 20, (n, 5)), rng.integers(0, 3, n)
+
+    return Model(model_fn, table.trainable_variables + head.trainable_variables, [], batch)
+
+
 def of_dtype(dtype, tolerance):
     def build():
         net = keras.Sequential([layers.Dense(8, "tanh", dtype=dtype), layers.Dense(3, dtype=dtype)])
@@ -254,6 +270,7 @@ MODELS = {
     "lookup table": lookup_table,
     "tf.Module": module,
     "inner device": inner_device,
+    "inner functions": inner_functions,
     "float16": of_dtype("float16", 2e-2),
     "mixed_float16": of_dtype("mixed_float16", 2e-2),
     "mixed_bfloat16": of_dtype("mixed_bfloat16", 2e-2),
