@@ -88,7 +88,12 @@ def connect(workers, controllers, address=None):
             if each not in tasks:
                 cluster.setdefault(job, []).append(each)
                 tasks[each] = f"/job:{job}/replica:0/task:{len(cluster[job]) - 1}/"
+    places = {}
     for each in tasks:
+        with contextlib.suppress(OSError):  # a name that nobody knows is told below
+            for place in {found[-1] for found in socket.getaddrinfo(*_split(each), type=socket.SOCK_STREAM)}:
+                if places.setdefault(place, each) != each:
+                    raise ValueError(f"{places[place]} and {each} are one machine: name each machine once")
         fault = ask(each)
         if fault:
             raise Lost(

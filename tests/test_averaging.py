@@ -231,7 +231,10 @@ def test_a_weight_that_is_no_number_is_named(weight):
 
 
 def test_a_tower_of_weight_zero_does_not_count():
-    np.testing.assert_array_equal(average_of([tf.ones([4, 3]), 9 * tf.ones([4, 3])], [5, 0]), np.ones((4, 3)))
+    """Not even if its mean over no examples is no number."""
+    for nothing in (9 * tf.ones([4, 3]), tf.fill([4, 3], float("nan"))):
+        for weights in ([5, 0], tf.constant([5, 0])):
+            np.testing.assert_array_equal(average_of([tf.ones([4, 3]), nothing], weights), np.ones((4, 3)))
 
 
 def test_weights_may_be_unknown_until_the_graph_runs():

@@ -282,6 +282,22 @@ def test_what_is_no_device_name_is_named(name):
         check_devices([name])
 
 
+def test_in_a_graph_an_inner_scope_is_told_from_none():
+    """With no device for the ops, as towers are traced; the inner scope names the device that eager ops have anyway."""
+    made = []
+
+    @tf.function
+    def make():
+        with assign_to_device(None, "/CPU:7"):
+            if not made:
+                made.append(tf.Variable(1.0))
+                with tf.device("/CPU:0"):
+                    made.append(tf.Variable(1.0))
+
+    make()
+    assert [place(v) for v in made] == ["CPU:7", "CPU:0"]
+
+
 @pytest.mark.parametrize("inner", [DEVICES[0], DEVICES[7]])
 def test_an_inner_scope_is_respected_whatever_its_number(inner):
     with assign_to_device(DEVICES[3]), tf.device(inner):

@@ -73,15 +73,20 @@ def test_variables_may_be_spread_over_controllers(capsys, tmp_path):
     [
         (["--towers", "2"], "--towers needs --parallel"),
         (["--controller", "/CPU:1"], "--controller needs --parallel"),
-        (["--parallel", "--towers", "0"], "--towers: invalid positive int value: '0'"),
-        (["--parallel", "--towers", "two"], "--towers: invalid positive int value: 'two'"),
+        (["--parallel", "--towers", "0"], "--towers: invalid positive int up to 256 value: '0'"),
+        (["--parallel", "--towers", "two"], "--towers: invalid positive int up to 256 value: 'two'"),
         (["--epochs", "-1"], "--epochs: invalid positive int value: '-1'"),
         (["--batch-size", "1.5"], "--batch-size: invalid positive int value: '1.5'"),
         (["--learning-rate", "nan"], "--learning-rate: invalid positive float value: 'nan'"),
         (["--learning-rate", "inf"], "--learning-rate: invalid positive float value: 'inf'"),
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
         (["--parallel", "--controller", "/GPU:7"], "there is no device /GPU:7"),
-        (["--parallel", "--towers", "900"], "900 CPU towers asked for and there are 8"),
+        (["--parallel", "--towers", "200"], "200 CPU towers asked for and there are 8"),
+        (["--parallel", "--towers", "900"], "--towers: invalid positive int up to 256 value: '900'"),
+        (["--batch-size", "3000000000"], "--batch-size: invalid positive int value: '3000000000'"),
+        (["--seed", "-1"], "--seed: invalid seed value: '-1'"),
+        (["--checkpoint-dir", ""], "--checkpoint-dir: invalid non-empty value: ''"),
+        (["--parallel", "--controller", "/CPU:0,"], "--controller: invalid comma-separated value: '/CPU:0,'"),
         (["--data", "/no/such/folder"], "/no/such/folder"),
     ],
 )
@@ -89,6 +94,22 @@ def test_bad_usage_and_bad_input_exit_with_2_and_one_line(capsys, arguments, cul
     code, out, err = run(capsys, *arguments)
     assert code == 2 and out == ""
     assert culprit in err.splitlines()[-1] and err.splitlines()[-1].startswith("train.py: ")
+    assert err.splitlines()[:-1] in ([], ["usage: train.py [options]; --help lists them"])
+
+
+@pytest.mark.parametrize("after", ["import", "start"])
+def test_ctrl_c_before_the_first_step_is_no_traceback(after, tmp_path):
+    hold = "import signal, os; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    if after == "import":  # the signal comes in the middle of the imports
+        hold += "import numpy; numpy.ndim(0); import sys; sys.modules['keras'] = None; import builtins; "
+        hold += "load = builtins.__import__; builtins.__import__ = lambda name, *rest, **options: "
+        hold += "os.kill(os.getpid(), signal.SIGINT) if name == 'keras' else load(name, *rest, **options); import train"
+    else:
+        hold += "import train, mnist; mnist.count_examples = lambda data: os.kill(os.getpid(), signal.SIGINT); "
+        hold += "raise SystemExit(train.main(['--parallel']))"
+    done = subprocess.run([sys.executable, "-c", hold], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 130 and done.stdout == ""
+    assert done.stderr == ("" if after == "import" else "train.py: stopped by SIGINT before the first step\n")
 
 
 @pytest.mark.parametrize("split", ["train", "t10k"])

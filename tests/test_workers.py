@@ -213,8 +213,13 @@ def answer_once(server, says):
         (
             ["--parallel", "--workers", "127.0.0.1:1"],
             1,
-            "127.0.0.1:1 cannot be reached .*: start it with `python train",
+            "127.0.0.1:1 cannot be reached .*: look at the name, start it with `python train",
         ),
+        (["--parallel", "--workers", "127.0.0.1:1, nobody.invalid:1"], 1, "127.0.0.1:1 cannot be reached"),
+        (["--parallel", "--workers", "nobody.invalid:1"], 1, "nobody.invalid:1 cannot be reached .*: look at the name"),
+        (["--parallel", "--workers", ""], 2, "--workers: invalid comma-separated value: ''"),
+        (["--parallel", "--workers", "a:1,"], 2, "--workers: invalid comma-separated value: 'a:1,'"),
+        (["--serve", "99999", "--trusted-network"], 2, "--serve: invalid positive int up to 65535 value: '99999'"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(capsys, arguments, code, message):
@@ -227,6 +232,22 @@ def test_a_port_that_is_taken_is_named(capsys):
         port = taken.getsockname()[1]
         code, _, err = run(capsys, "--serve", port, "--trusted-network")
     assert code == 2 and err == f"train.py: port {port} cannot be had: address already in use; name another\n"
+
+
+def test_the_driver_s_own_port_that_is_taken_is_named_and_so_is_one_that_is_none(monkeypatch):
+    monkeypatch.setattr(workers, "ask", lambda address: None)
+    with contextlib.closing(socket.create_server(("", 0))) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"^port {port} cannot be had: address already in use; name another"):
+            workers.connect(["127.0.0.1:1"], [], f"127.0.0.1:{port}")
+    with pytest.raises(ValueError, match="^'127.0.0.1:99999' is not an address"):
+        workers.connect(["127.0.0.1:1"], [], "127.0.0.1:99999")
+
+
+def test_a_machine_under_two_names_is_one_machine(monkeypatch):
+    monkeypatch.setattr(workers, "ask", lambda address: None)
+    with pytest.raises(ValueError, match="^127.0.0.1:1 and localhost:1 are one machine: name each machine once"):
+        workers.connect(["127.0.0.1:1", "127.0.0.1:2", "localhost:1"], [])
 
 
 def test_a_worker_ends_when_it_is_told_to(serve):
