@@ -73,9 +73,10 @@ def create_parallel_optimization(model_fn, input_fn, optimizer, devices=None, co
     check_devices(devices + controllers)
     _check_optimizer(optimizer)
     spec, tower, steps = None, None, {}  # the kind of batch, the tower traced for it, the steps built from that tower
+    rebuilt = 0
 
     def train_step():
-        nonlocal spec, tower
+        nonlocal spec, tower, rebuilt
         if tf.inside_function():
             raise RuntimeError("a step is a graph of its own: call it from Python, not in a tf.function")
         if tower:
@@ -86,12 +87,22 @@ def create_parallel_optimization(model_fn, input_fn, optimizer, devices=None, co
                 wider = _widen(spec, batch, number)
                 tower, spec = _trace_tower(model_fn, wider, variables, controllers, number), wider
                 steps.clear()
+        try:
+            return run(batches)
+        except tf.errors.AlreadyExistsError:
+            # If memory seems short, TensorFlow makes sums into temporary variables, which go by the names of their ops.
+            # One that a failed step has left behind would be in the way of all that follow: so take other names.
+            rebuilt += 1
+            steps.clear()
+            return run(batches)
+
+    def run(batches):
         sizes = [_examples(batch, number) for number, batch in batches.items()]
         kind = (*batches, len(set(sizes)) > 1)  # which towers take part, and whether their weights differ
         if kind not in steps:
-            steps[kind] = _build_step(
-                tower, spec, optimizer, {i: devices[i] for i in batches}, controllers[0], kind[-1]
-            )
+            on = {number: devices[number] for number in batches}
+            names = f"rebuilt_{rebuilt}/" if rebuilt else ""
+            steps[kind] = _build_step(tower, spec, optimizer, on, controllers[0], kind[-1], names)
         with _all_or_nothing(tower, batches, devices):
             return steps[kind](list(batches.values()), tf.constant(sizes, tf.int64))
 
@@ -106,8 +117,8 @@ def create_asynchronous_optimization(*args, **kwargs):
     return asynchronous.create_asynchronous_optimization(*args, **kwargs)
 
 
-def _build_step(tower, spec, optimizer, devices, controller, weighted):
-    """Builds the graph of a step: the towers side by side, then the average, then the update."""
+def _build_step(tower, spec, optimizer, devices, controller, weighted, names):
+    """Builds the graph of a step: the towers side by side, then the average, then the update; all under `names`."""
     of_keras = isinstance(optimizer, keras.Optimizer)
     _build_optimizer(optimizer, tower, controller)
 
@@ -130,8 +141,12 @@ def _build_step(tower, spec, optimizer, devices, controller, weighted):
                 optimizer.apply_gradients(average)
         return loss
 
+    def named(*inputs):
+        with tf.name_scope(names):
+            return step(*inputs)
+
     sizes = tf.TensorSpec([len(devices)], tf.int64)
-    return tf.function(step, autograph=False).get_concrete_function([spec] * len(devices), sizes)
+    return tf.function(named, autograph=False).get_concrete_function([spec] * len(devices), sizes)
 
 
 def _check_optimizer(optimizer):
@@ -440,7 +455,7 @@ def _all_or_nothing(tower, batches, devices):
     try:
         yield
     except tf.errors.OpError as error:
-        where = re.search(r"{{node (tower_(\d+)|update)/", error.message)
+        where = re.search(r"{{node (?:rebuilt_\d+/)?(tower_(\d+)|update)/", error.message)
         if where:
             number = where[2] and int(where[2])
         else:

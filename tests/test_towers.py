@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import threading
+import time
 import types
 
 import keras
@@ -109,9 +110,11 @@ def test_n_towers_on_parts_of_a_batch_are_one_device_on_the_whole(model, optimiz
 
 MIRRORED = [("dense with L2", "Adam"), ("GRU", "momentum"), ("convnet", "SGD"), ("embedding", "Adam")]
 if THOROUGH:
-    # Its replicas draw other masks than our towers, cannot write plain variables, and know nothing of inner devices.
+    # Its replicas draw other masks than our towers, cannot write plain variables, know nothing of inner devices, clip
+    # before they sum, have no moving averages of weights, and an interface of their own for the other two.
     MIRRORED = [(name, "momentum") for name in MODELS if name not in ("dropout", "tf.Module", "inner device")]
-    MIRRORED += [("dense with L2", name) for name in OPTIMIZERS if name not in ("v1 Adam", "loss scale")]
+    OTHERS = ("clipnorm", "global_clipnorm", "EMA", "v1 Adam", "loss scale")
+    MIRRORED += [("dense with L2", name) for name in OPTIMIZERS if name not in OTHERS]
 
 
 @pytest.mark.parametrize("model, optimizer", MIRRORED)
@@ -132,8 +135,8 @@ def test_the_weights_are_those_of_mirrored_strategy(model, optimizer):
         def replica(batch):
             with tf.GradientTape() as tape:
                 loss = mirrored.model_fn(lambda: batch) / 2
-            gradients = tape.gradient(loss, [v.value for v in mirrored.variables])
-            optimizer.apply_gradients(zip(gradients, mirrored.variables))
+            gradients = tape.gradient(loss, [towers._tf_variable(v) for v in mirrored.variables])
+            optimizer.apply_gradients([pair for pair in zip(gradients, mirrored.variables) if pair[0] is not None])
 
         run = tf.function(lambda batch: strategy.run(replica, args=(batch,)))
         for batches in steps:
@@ -141,7 +144,7 @@ def test_the_weights_are_those_of_mirrored_strategy(model, optimizer):
             run(
                 strategy.experimental_distribute_values_from_function(lambda c, s=shards: s[c.replica_id_in_sync_group])
             )
-        assert_close(got, [v.value.numpy() for v in mirrored.variables], model.tolerance)
+        assert_close(got, [towers._tf_variable(v).numpy() for v in mirrored.variables], model.tolerance)
 
 
 def test_batch_norm_normalises_by_tower_and_moves_its_averages_once_per_tower_in_order():
@@ -612,6 +615,33 @@ def test_an_update_that_fails_says_so():
         step()
 
 
+def test_after_a_failed_step_of_a_large_model_the_next_one_works():
+    """TensorFlow makes a sum of three or more into a temporary variable if the 256 MB seem short that
+    it believes a CPU device to have. Left behind by a failed step, it is in the way of the next one."""
+    weight = tf.Variable(tf.zeros([20_000_000]))
+    feed = collections.deque()
+
+    def late(x):
+        if x.max() > 100:
+            time.sleep(1)  # when the sum has begun, with the other towers' gradients
+            raise OSError("too large")
+        return x
+
+    def model_fn(input_fn):
+        x = tf.numpy_function(late, [input_fn()], tf.float32, stateful=False)
+        return tf.reduce_mean(x) * tf.reduce_sum(weight)
+
+    step = create_parallel_optimization(model_fn, feed.popleft, keras.optimizers.SGD(1.0), DEVICES[:3])
+    batches = [np.full(size, 2, np.float32) for size in (1, 3, 2)]
+    for failures in range(3):
+        feed.extend([batches[0], 1000 * batches[1], batches[2]])
+        with pytest.raises(tf.errors.OpError, match="tower 1 .*too large"):
+            step()
+        feed.extend(batches)
+        step()
+        assert weight[0].numpy() == pytest.approx(-2 * (failures + 1))
+
+
 @pytest.mark.parametrize("end", [StopIteration, functools.partial(tf.errors.OutOfRangeError, None, None, "end")])
 def test_the_end_of_the_data_is_out_of_range(end):
     def input_fn():
@@ -1013,9 +1043,11 @@ def test_the_laws_of_a_step_hold_for_every_model(name):
     """Towers at the same time, one tracing whatever the sizes, and a step that fails in one of them changes nothing."""
     model, optimizer = build(name), OPTIMIZERS["momentum"]()
     barrier, traced, feed, rng = threading.Barrier(3), [], collections.deque(), np.random.default_rng(0)
+    together = True
 
     def meet(x):
-        barrier.wait(timeout=60)
+        if together:  # if one fails, they may be run again, one by one
+            barrier.wait(timeout=60)
         return x
 
     def model_fn(input_fn):
@@ -1024,14 +1056,16 @@ def test_the_laws_of_a_step_hold_for_every_model(name):
         loss = model.model_fn(lambda: batch)
         met = tf.numpy_function(meet, [fault], tf.int32, stateful=False)
         with tf.control_dependencies([loss]):
-            together = tf.cast(tf.reduce_sum(tf.numpy_function(meet, [met], tf.int32, stateful=False)), loss.dtype)
-        tf.debugging.assert_equal(together, tf.zeros([], loss.dtype), "on purpose")
-        return loss + together
+            zero = tf.cast(tf.reduce_sum(tf.numpy_function(meet, [met], tf.int32, stateful=False)), loss.dtype)
+        tf.debugging.assert_equal(zero, tf.zeros([], loss.dtype), "on purpose")
+        return loss + zero
 
     def state():
         return values([*model.variables, *model.state, *optimizer.variables])
 
     def run(sizes, bad=None):
+        nonlocal together
+        together = bad is None
         feed.extend((model.batch(rng, size), np.int32([number == bad])) for number, size in enumerate(sizes))
         return float(step())
 
@@ -1043,7 +1077,6 @@ def test_the_laws_of_a_step_hold_for_every_model(name):
         with pytest.raises(tf.errors.InvalidArgumentError, match=rf"tower {bad} \(.*on purpose"):
             run([2, 1, 1], bad)
         assert_same(state(), before)
-        barrier.reset()
     assert np.isfinite(run([3, 1, 1])) and int(optimizer.iterations) == 3
     assert any(not np.array_equal(a, b) for a, b in zip(state(), before))
     assert len(traced) == 1
