@@ -427,6 +427,8 @@ def test_no_thread_is_left_behind(how):
         if how == "closed":
             step.close()
             assert not alive() - others
+            with pytest.raises(ValueError, match="this step was closed, its threads have ended: make a new one"):
+                step()
         if how == "ended":
             train.do_training(step)
         if how == "failed in the caller":
@@ -436,6 +438,27 @@ def test_no_thread_is_left_behind(how):
     with pytest.raises(ZeroDivisionError) if how == "failed in the caller" else contextlib.nullcontext():
         run()
     assert_no_thread_is_left(others)
+
+
+def test_what_synchronous_towers_refuse_is_refused():
+    net = keras.layers.Dense(3)
+    net.build((None, 4))
+
+    def make(optimizer):
+        return asynchronous_step(
+            lambda input_fn: tf.reduce_mean(net(input_fn()) ** 2), lambda: np.ones((2, 4), np.float32), optimizer, 2
+        )
+
+    with pytest.raises(TypeError, match="'adam' is no optimizer"):
+        make("adam")
+    with contextlib.closing(make(keras.optimizers.SGD(0.1))) as step:
+        with pytest.raises(RuntimeError, match="call it from Python, not in a tf.function"):
+            tf.function(step)()
+        step()
+        net.trainable = False
+        with pytest.raises(ValueError, match="kernel was frozen after the first step: make a new step"):
+            for _ in range(3):
+                step()
 
 
 # The command line

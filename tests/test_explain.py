@@ -38,6 +38,7 @@ def case(width, batch, pause=0.0):
 
 @pytest.mark.parametrize("towers", [1, 2])
 def test_the_parts_of_a_step_are_its_whole(towers):
+    """tensorflow#35095, #32172, #41213: two devices slower than one, and nobody can say why."""
     lines = []
     result = explain(*case(16, 4), DEVICES[:towers], ["/CPU:0"], lines.append)
     assert all(seconds >= 0 for seconds in result["parts"].values()) and result["step"] > 0 and result["tower"] >= 0

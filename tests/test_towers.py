@@ -333,6 +333,34 @@ def test_neither_the_order_of_the_towers_nor_splitting_a_batch_matters(sizes, se
         assert_close(other_weights, weights, 1e-12)
 
 
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_rows_that_several_towers_look_up_are_as_several_slices_on_one_device(kind):
+    """Which Keras's Adam squares one by one: it is not training on one device if a model makes its words unique."""
+    words = [np.array([1, 1, 2]), np.array([2, 3])]
+
+    def model_fn(input_fn):
+        unique, where = tf.unique(input_fn())
+        return tf.reduce_mean(tf.gather(tf.gather(table, unique), where) ** 2)
+
+    def make():
+        table = tf.Variable(np.arange(1.0, 5.0))
+        return table, OPTIMIZERS[kind]()
+
+    table, optimizer = make()
+    feed = iter(words * 3)
+    step = create_parallel_optimization(model_fn, lambda: next(feed), optimizer, DEVICES[:2])
+    for _ in range(3):
+        step()
+    got = table.numpy()
+    table, optimizer = make()
+    for _ in range(3):  # 2 x for every example, of 5; one slice for each word of each tower
+        values = [2 * table[word] * count / 5 for word, count in ((1, 2), (2, 1), (2, 1), (3, 1))]
+        gradient = tf.IndexedSlices(tf.stack(values), tf.constant([1, 2, 2, 3], tf.int64), [4])
+        optimizer.apply_gradients([(gradient, table)])
+    np.testing.assert_allclose(got, table, rtol=1e-12)
+    assert got[0] == 1.0
+
+
 def test_one_tower_is_serial_training_bit_for_bit():
     model, optimizer = build("tf.Module"), OPTIMIZERS["Adam"]()
     steps = make_steps(model, [6])
