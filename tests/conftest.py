@@ -14,7 +14,9 @@ from placement import tower_devices
 # quick is for every day; thorough for long runs: HYPOTHESIS_PROFILE=thorough python -m pytest
 settings.register_profile("quick", max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 settings.register_profile("thorough", parent=settings.get_profile("quick"), max_examples=1000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "quick")
+THOROUGH = PROFILE == "thorough"  # beyond numbers of examples: all cases of a test, and not a part of them
+settings.load_profile(PROFILE)
 
 DEVICES = tower_devices(8)
 

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DEVICES
+from conftest import DEVICES, THOROUGH
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import OPTIMIZERS, Model, build, floats_and_labels, slots, values
@@ -22,7 +22,6 @@ import asynchronous
 import towers
 import train
 
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 EXAMPLES = settings.get_profile("thorough").max_examples // 5 if THOROUGH else 8
 BATCHES = 60
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 import random
 import time
 
@@ -11,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DEVICES
+from conftest import DEVICES, THOROUGH
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,9 +73,7 @@ def embedding(rows, width, batch):
     return build, lambda towers: itertools.repeat(np.arange(batch, dtype=np.int32))
 
 
-@pytest.mark.skipif(
-    os.environ.get("HYPOTHESIS_PROFILE") != "thorough", reason="measures, which a busy machine disturbs"
-)
+@pytest.mark.skipif(not THOROUGH, reason="measures, which a busy machine disturbs")
 @pytest.mark.parametrize(
     "case, bottleneck",
     [

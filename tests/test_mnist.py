@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import THOROUGH
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,7 +115,10 @@ def test_the_test_data_come_once_and_in_file_order(folder_of, count, batch_size,
     steps(seen, count, batch_size, towers)
 
 
-@pytest.mark.parametrize("count", [59900, 59901, 59902, 59949, 59950, 59951, 59999, 60000])
+BOUNDARIES = [59900, 59901, 59902, 59949, 59950, 59951, 59999, 60000]
+
+
+@pytest.mark.parametrize("count", BOUNDARIES if THOROUGH else BOUNDARIES[1::3])
 def test_at_the_boundaries_of_the_last_step_no_example_is_lost(tmp_path, count):
     """tensorflow#41657, #36224: two towers of 50; the last step has from 1 example to 100."""
     idx.write(tmp_path, "train", *idx.numbered(count), compress=False)

@@ -3,7 +3,6 @@
 import collections
 import functools
 import gc
-import os
 import re
 import resource
 import threading
@@ -15,7 +14,7 @@ import models
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DEVICES
+from conftest import DEVICES, THOROUGH
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MODELS, OPTIMIZERS, build, slots, values
@@ -23,13 +22,11 @@ from models import MODELS, OPTIMIZERS, build, slots, values
 import towers
 from towers import create_parallel_optimization
 
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 EXACT = [name for name in MODELS if name not in ("batch norm", "dropout", "ResNet-50")]
 PAIRS = [(model, "Adam") for model in EXACT if model != "float16"]
 PAIRS += [("float16", "momentum"), ("mixed_float16", "loss scale")]
-PAIRS += [
-    (model, optimizer) for model in ("dense with L2", "embedding") for optimizer in OPTIMIZERS if optimizer != "Adam"
-]
+PAIRS += [("dense with L2", optimizer) for optimizer in OPTIMIZERS if optimizer != "Adam"]
+PAIRS += [("embedding", optimizer) for optimizer in ("momentum", "RMSprop", "clipnorm", "v1 Adam")]
 if THOROUGH:
     PAIRS = [(model, optimizer) for model in EXACT for optimizer in OPTIMIZERS]
 # Keras's LossScaleOptimizer does not take sparse gradients, on one device either.
@@ -310,7 +307,7 @@ def test_no_example_is_lost_none_counts_twice_and_all_count_the_same(sizes, rand
     assert not feed
 
 
-@settings(max_examples=250 if THOROUGH else 6)  # each builds four models
+@settings(max_examples=250 if THOROUGH else 4)  # each builds four models
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 999), st.randoms())
 def test_neither_the_order_of_the_towers_nor_splitting_a_batch_matters(sizes, seed, random):
     """Nor joining all batches on one tower, which is serial training (see below)."""
@@ -460,9 +457,11 @@ FAILURES = {  # what tower 1 of 3 gets; the error; what it says
 }
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("first", [True, False])
-def test_a_failed_step_changes_nothing_and_the_next_one_works(failure, first):
+FIRST = FAILURES if THOROUGH else ["data at an end", "other width", "failed assertion"]
+
+
+@pytest.mark.parametrize("first, failure", [(False, name) for name in FAILURES] + [(True, name) for name in FIRST])
+def test_a_failed_step_changes_nothing_and_the_next_one_works(first, failure):
     """Weights, slots, iteration count, moving averages and seeds, bit for bit, in repeated trials; it may be a race."""
     bad, kind, message = FAILURES[failure]
     model_fn, net, optimizer = fragile()
@@ -756,7 +755,7 @@ def test_frozen_layers_and_variables_are_not_trained_by_default():
 def test_layers_that_are_frozen_later_are_not_trained_on_unnoticed(frozen):
     net = keras.Sequential([keras.layers.Dense(4, name="first"), keras.layers.Dense(3)])
     net.build((None, 4))
-    net.layers[0].trainable = frozen
+    net.layers[0].trainable = frozen  # until then
 
     def make(**options):
         return create_parallel_optimization(
@@ -771,8 +770,13 @@ def test_layers_that_are_frozen_later_are_not_trained_on_unnoticed(frozen):
     step(), chosen()
     net.layers[0].trainable = not frozen
     before = values(net.weights)
-    with pytest.raises(ValueError, match=f"first/kernel was {'' if frozen else 'un'}frozen after the first step"):
+    with pytest.raises(ValueError) as error:
         step()
+    assert str(error.value).endswith(
+        "first/kernel was frozen after the first step: make a new step"
+        if frozen
+        else "was unfrozen after the first step: make a new step, and an optimizer that is built for all variables"
+    )
     assert_same(values(net.weights), before)
     chosen(), make()()
     assert np.array_equal(before[0], values(net.weights)[0]) == frozen
@@ -1122,7 +1126,7 @@ def test_the_model_is_traced_a_bounded_number_of_times(monkeypatch):
     build_step = towers._build_step
     monkeypatch.setattr(towers, "_build_step", lambda *args: built.append(1) or build_step(*args))
     for lazy, expected in ((False, 1), (True, 2)):
-        for count in (1, 2, 6):
+        for count in (1, 4):
             calls, feed = [], collections.deque()
             built.clear()
             layer = keras.layers.Dense(2)
@@ -1185,7 +1189,7 @@ def test_ragged_and_sparse_batches_are_batches_too():
 def test_memory_does_not_grow_with_the_steps(name):
     """By what is resident now: the peak that `getrusage` knows was set by larger tests long before."""
     model = build(name)
-    batch = model.batch(np.random.default_rng(0), 1000)
+    batch = model.batch(np.random.default_rng(0), 400)
 
     def input_fn():
         return tf.nest.map_structure(np.copy, batch)
@@ -1200,4 +1204,4 @@ def test_memory_does_not_grow_with_the_steps(name):
             return int(file.read().split()[1]) * resource.getpagesize()
 
     before = run(200)
-    assert run(1000) - before < 16 * 2**20  # 16 kB per step: its two batches have 78
+    assert run(1000) - before < 10 * 2**20  # 10 kB per step: its two batches have 31

@@ -15,12 +15,12 @@ import idx
 import keras
 import numpy as np
 import pytest
+from conftest import THOROUGH
 
 import train
 import workers
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 SMALL = ["--batch-size", "8", "--epochs", "12"]  # 11 steps an epoch, of two towers, with 165 images
 
 
