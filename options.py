@@ -14,7 +14,7 @@ def parse_arguments(argv):
     """The command line; argparse prints what is wrong with it and exits with code 2."""
     parser = argparse.ArgumentParser(
         prog="train.py",
-        usage="train.py [options]; --help lists them",
+        usage=argparse.SUPPRESS,  # an error is one line
         description="Trains the MNIST classifier, serially or on towers.",
     )
     add = parser.add_argument
@@ -87,35 +87,35 @@ def parse_arguments(argv):
 # Types for argparse, which says of a ValueError, with the function's name: invalid positive int value: '0'
 
 
-def positive(number, most=None):
-    """A number above zero; at most so large, or what 31 bits hold."""
+def positive(number, most=2**31 - 1):
+    """A number above zero, and at most so large."""
 
     def parse(word):
         value = number(word)
-        if not 0 < value <= (most or 2**31 - 1):
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{word} is more than {most}")
+        if not value > 0:
             raise ValueError
         return value
 
-    parse.__name__ = f"positive {number.__name__}" + (f" up to {most}" if most else "")
+    parse.__name__ = f"positive {number.__name__}"
     return parse
 
 
 def seed(word):
-    value = int(word)
-    if not 0 <= value < 2**31:
-        raise ValueError
-    return value
+    if int(word) == 0:
+        return 0
+    return positive(int)(word)
 
 
 def text(word):
-    if not word.strip():  # a variable of the shell, perhaps, that is not set
-        raise ValueError
+    if not word.strip():
+        raise argparse.ArgumentTypeError("it is empty, like a variable of the shell that is not set")
     return word
 
 
 def names(word):
     """Several, with commas between them."""
-    return [text(name).strip() for name in word.split(",")]
-
-
-text.__name__, names.__name__ = "non-empty", "comma-separated"
+    if not all(map(str.strip, word.split(","))):
+        raise argparse.ArgumentTypeError(f"a name is missing in {word!r}: write one, or several with commas between")
+    return [name.strip() for name in word.split(",")]

@@ -75,28 +75,28 @@ def test_variables_may_be_spread_over_controllers(capsys, tmp_path):
     [
         (["--towers", "2"], "--towers needs --parallel"),
         (["--controller", "/CPU:1"], "--controller needs --parallel"),
-        (["--parallel", "--towers", "0"], "--towers: invalid positive int up to 256 value: '0'"),
-        (["--parallel", "--towers", "two"], "--towers: invalid positive int up to 256 value: 'two'"),
+        (["--parallel", "--towers", "0"], "--towers: invalid positive int value: '0'"),
+        (["--parallel", "--towers", "two"], "--towers: invalid positive int value: 'two'"),
         (["--epochs", "-1"], "--epochs: invalid positive int value: '-1'"),
         (["--batch-size", "1.5"], "--batch-size: invalid positive int value: '1.5'"),
         (["--learning-rate", "nan"], "--learning-rate: invalid positive float value: 'nan'"),
-        (["--learning-rate", "inf"], "--learning-rate: invalid positive float value: 'inf'"),
+        (["--learning-rate", "inf"], "--learning-rate: inf is more than 2147483647"),
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
         (["--parallel", "--controller", "/GPU:7"], "there is no device /GPU:7"),
         (["--parallel", "--towers", "200"], "200 CPU towers asked for and there are 8"),
-        (["--parallel", "--towers", "900"], "--towers: invalid positive int up to 256 value: '900'"),
-        (["--batch-size", "3000000000"], "--batch-size: invalid positive int value: '3000000000'"),
+        (["--parallel", "--towers", "900"], "--towers: 900 is more than 256"),
+        (["--batch-size", "3000000000"], "--batch-size: 3000000000 is more than 2147483647"),
         (["--seed", "-1"], "--seed: invalid seed value: '-1'"),
-        (["--checkpoint-dir", ""], "--checkpoint-dir: invalid non-empty value: ''"),
-        (["--parallel", "--controller", "/CPU:0,"], "--controller: invalid comma-separated value: '/CPU:0,'"),
+        (["--seed", "3000000000"], "--seed: 3000000000 is more than 2147483647"),
+        (["--checkpoint-dir", ""], "--checkpoint-dir: it is empty, like a variable of the shell that is not set"),
+        (["--parallel", "--controller", "/CPU:0,"], "--controller: a name is missing in '/CPU:0,': write one, or"),
         (["--data", "/no/such/folder"], "/no/such/folder"),
     ],
 )
 def test_bad_usage_and_bad_input_exit_with_2_and_one_line(capsys, arguments, culprit):
     code, out, err = run(capsys, *arguments)
     assert code == 2 and out == ""
-    assert culprit in err.splitlines()[-1] and err.splitlines()[-1].startswith("train.py: ")
-    assert err.splitlines()[:-1] in ([], ["usage: train.py [options]; --help lists them"])
+    assert err.startswith("train.py: ") and culprit in err and len(err.splitlines()) == 1
 
 
 def test_ctrl_c_before_the_first_step_is_no_traceback(capsys, monkeypatch):

@@ -217,9 +217,13 @@ def answer_once(server, says):
         ),
         (["--parallel", "--workers", "127.0.0.1:1, nobody.invalid:1"], 1, "127.0.0.1:1 cannot be reached"),
         (["--parallel", "--workers", "nobody.invalid:1"], 1, "nobody.invalid:1 cannot be reached .*: look at the name"),
-        (["--parallel", "--workers", ""], 2, "--workers: invalid comma-separated value: ''"),
-        (["--parallel", "--workers", "a:1,"], 2, "--workers: invalid comma-separated value: 'a:1,'"),
-        (["--serve", "99999", "--trusted-network"], 2, "--serve: invalid positive int up to 65535 value: '99999'"),
+        (
+            ["--parallel", "--workers", ""],
+            2,
+            "--workers: a name is missing in '': write one, or several",
+        ),
+        (["--parallel", "--workers", "a:1,"], 2, "--workers: a name is missing in 'a:1,'"),
+        (["--serve", "99999", "--trusted-network"], 2, "--serve: 99999 is more than 65535"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(capsys, arguments, code, message):
