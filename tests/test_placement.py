@@ -232,6 +232,12 @@ def test_several_controllers_are_filled_least_loaded_by_bytes_first(variables, c
     assert max(load) - min(load) <= largest
 
 
+def test_a_variable_of_nothing_is_no_load():
+    with assign_to_device(DEVICE, ["/CPU:7", "/CPU:8"]):
+        made = [tf.Variable(tf.zeros(shape)) for shape in ([0], [], [])]
+    assert [place(v) for v in made] == ["CPU:7", "CPU:7", "CPU:8"]
+
+
 def test_what_an_inner_scope_places_is_no_load_on_the_controllers():
     with assign_to_device(DEVICE, ["/CPU:6", "/CPU:7"]):
         with tf.device(INNER):
@@ -443,7 +449,7 @@ else:
 def test_towers_share_the_cores_and_there_is_a_device_for_each():
     in_a_fresh_process("""
 import os
-for count, cores in (1, 2), (3, 2), (2, 8), (3, 8), (2, None):
+for count, cores in (1, 2), (3, 2), (2, 8), (3, 8), (1, None):
     child = os.fork()
     if child:
         assert os.waitpid(child, 0)[1] == 0, f"{count} towers on {cores} cores"
@@ -475,7 +481,10 @@ for what, call in late.items():
 
 def test_device_options_take_effect():
     done = in_a_fresh_process("""
+import os
+os.cpu_count = lambda: 8
 device_options(threads=1)
+assert len(towers(1)) == 1
 assert tf.config.threading.get_intra_op_parallelism_threads() == 1
 device_options(soft_placement=False, log_placement=True, threads=3)
 towers(2)
