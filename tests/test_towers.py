@@ -561,6 +561,20 @@ def test_what_a_model_writes_is_taken_back_however_it_writes(how):
     assert int(written) == (11 if how == "a loop" else 8)
 
 
+def test_a_model_may_write_to_a_lookup_table():
+    """Which is no variable: what it writes stays, also if the step fails."""
+    weight, table = tf.Variable(1.0), tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+
+    def model_fn(input_fn):
+        x = input_fn()
+        table.insert(tf.cast(x, tf.int64), x)
+        return weight * tf.reduce_mean(x)
+
+    feed = iter([np.float32([1, 2]), np.float32([2, 3])])
+    step = create_parallel_optimization(model_fn, lambda: next(feed), OPTIMIZERS["SGD"](), DEVICES[:2])
+    assert float(step()) == 2.0 and int(table.size()) == 3
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_the_tower_that_failed_is_named_whatever_the_error_says(named, monkeypatch):
     """The model counts its calls, and fails at the limit in its batch. The count is taken back."""
