@@ -730,7 +730,10 @@ def test_a_model_that_makes_its_variables_anew_is_refused_by_name(kind):
     def model_fn(input_fn):
         x, beside = input_fn(), 0.0
         if kind == "plain variable":
-            return tf.reduce_mean(x) * tf.Variable(1.0, name="factor")
+            factor = tf.Variable(1.0, name="factor")
+            if "others" not in kept:  # of the same shape, and of the same name
+                kept["others"] = [tf.Variable(2.0, name="kept/a"), tf.Variable([1.0], name="kept/factor")]
+            return tf.reduce_mean(x) * factor * kept["others"][0] * kept["others"][1][0]
         if kind == "next to layers that are kept":
             if "layer" not in kept:
                 kept["layer"] = keras.layers.Dense(3, name="kept")
