@@ -461,6 +461,10 @@ for count, cores in (1, 2), (3, 2), (2, 8), (3, 8), (1, None):
     assert len(tf.config.list_logical_devices()) == count + 1
     assert len(towers(count)) == count  # late, but they are there
     os._exit(0)
+(cpu,) = tf.config.get_visible_devices("CPU")
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(3)])
+assert len(towers(2)) == 2  # who has made the devices has settled their threads
+assert tf.config.threading.get_intra_op_parallelism_threads() == 0
 """)
 
 
