@@ -14,6 +14,7 @@ from placement import CONTROLLER, check_devices, tower_devices
 from towers import (
     _build_optimizer,
     _check_batch,
+    _check_caller,
     _check_frozen,
     _check_optimizer,
     _fits,
@@ -84,8 +85,7 @@ def create_asynchronous_optimization(
 
     def train_step():
         nonlocal failure, resting
-        if tf.inside_function():
-            raise RuntimeError("a step is a graph of its own: call it from Python, not in a tf.function")
+        _check_caller()
         if failure:
             raise failure
         resting = resting and bool(running)

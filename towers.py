@@ -77,8 +77,7 @@ def create_parallel_optimization(model_fn, input_fn, optimizer, devices=None, co
 
     def train_step():
         nonlocal spec, tower, rebuilt
-        if tf.inside_function():
-            raise RuntimeError("a step is a graph of its own: call it from Python, not in a tf.function")
+        _check_caller()
         if tower:
             _check_frozen(tower)
         batches = _pull_batches(input_fn, len(devices))
@@ -147,6 +146,11 @@ def _build_step(tower, spec, optimizer, devices, controller, weighted, names):
 
     sizes = tf.TensorSpec([len(devices)], tf.int64)
     return tf.function(named, autograph=False).get_concrete_function([spec] * len(devices), sizes)
+
+
+def _check_caller():
+    if tf.inside_function():
+        raise RuntimeError("a step is a graph of its own: call it from Python, not in a tf.function")
 
 
 def _check_optimizer(optimizer):

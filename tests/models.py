@@ -28,6 +28,10 @@ def floats_and_labels(width=4, classes=3, dtype=np.float64):
     return batch
 
 
+def words_and_labels(rng, n):
+    return rng.integers(0, 20, (n, 5)), rng.integers(0, 3, n)
+
+
 def classifier(net, **options):
     """A Keras model of floats to three classes."""
     net.build((None, 4))
@@ -78,10 +82,7 @@ def embedding():
         words, y = input_fn()
         return cross_entropy(y, head(tf.reduce_mean(tf.gather(table.embeddings.value, words), 1)))
 
-    def batch(rng, n):
-        return rng.integers(0, 20, (n, 5)), rng.integers(0, 3, n)
-
-    return Model(model_fn, table.trainable_variables + head.trainable_variables, [], batch)
+    return Model(model_fn, table.trainable_variables + head.trainable_variables, [], words_and_labels)
 
 
 def embedding_layer():
@@ -94,10 +95,7 @@ def embedding_layer():
         words, y = input_fn()
         return cross_entropy(y, net(words))
 
-    def batch(rng, n):
-        return rng.integers(0, 20, (n, 5)), rng.integers(0, 3, n)
-
-    return Model(model_fn, net.trainable_variables, [], batch)
+    return Model(model_fn, net.trainable_variables, [], words_and_labels)
 
 
 def tied_embedding():
@@ -222,10 +220,7 @@ def inner_functions():
         words, y = input_fn()
         return cross_entropy(y, head(tf.map_fn(lambda rows: tf.reduce_mean(rows, 0), look_up(words))))
 
-    def batch(rng, n):
-        return rng.integers(0, 20, (n, 5)), rng.integers(0, 3, n)
-
-    return Model(model_fn, table.trainable_variables + head.trainable_variables, [], batch)
+    return Model(model_fn, table.trainable_variables + head.trainable_variables, [], words_and_labels)
 
 
 def of_dtype(dtype, tolerance):
